@@ -10,8 +10,7 @@ from typing import Any, get_args, get_type_hints
 import typer
 
 from co2sim.catalog import names
-from co2sim.catalog.facts import Kind, facts, read
-from co2sim.catalog.specs import RateKind, rates
+from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures

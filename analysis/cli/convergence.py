@@ -6,6 +6,7 @@ The options of a setting are those that the fields of `Setting` declare.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,12 +25,12 @@ from co2sim.strategies import parse
 
 def number(flag: str, words: str) -> Any:
     """An option that is a number."""
-    return typer.Option(flag, parser=options.number(flag), metavar="N", help=words)
+    return typer.Option(flag, parser=partial(convert.number, flag), metavar="N", help=words)
 
 
 def whole(flag: str, words: str) -> Any:
     """An option that is a whole number."""
-    return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
+    return typer.Option(flag, parser=partial(convert.whole, flag), metavar="N", help=words)
 
 
 GradientBound = Annotated[
@@ -151,7 +152,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         timings = (
             advice.searched(problem, case, lengths)
             if taus is None
-            else advice.simulated(case, [options.whole("--taus")(text) for text in taus.split(",")])
+            else advice.simulated(case, [convert.whole("--taus", text) for text in taus.split(",")])
         )
     answer = advice.advise(problem, timings, lengths, target, hides)
     if json_:
@@ -207,7 +208,7 @@ def trends(
             f"--steps times --seeds is {steps * seeds:,}; it must be at most"
             f" {networks.MAX_KEPT:,}: every step is kept in memory"
         )
-    wanted = [options.whole("--taus")(text) for text in taus.split(",")]
+    wanted = [convert.whole("--taus", text) for text in taus.split(",")]
     if not all(1 <= each <= steps for each in wanted):
         raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
     lines = list(

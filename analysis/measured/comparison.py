@@ -20,8 +20,8 @@ from analysis.measured.attribution import (
     dominant,
     totals,
 )
-from co2sim.catalog.facts import override, plain
-from co2sim.catalog.specs import ClusterSpec, as_file, put_rates
+from co2sim.catalog.facts import override, plain, put_rates
+from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, percent, scaled
 from co2sim.common.validation import first_problem, names_at
@@ -467,12 +467,13 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
         override(tree, path, text)
     tree["name"] = f"{cluster.name}, with {shown}"
     try:
-        return ClusterSpec.model_validate(plain(tree)).build()
+        built: Cluster = ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:
         problem = first_problem(
             error, partial(names_at, ClusterSpec), lambda path: ".".join(map(str, path))
         )
         raise OptionError(f"--set: {problem}") from error
+    return built
 
 
 _TIE = 0.006

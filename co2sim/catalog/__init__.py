@@ -1,13 +1,12 @@
 """Clusters, GPUs and models by name or file, with overrides and the source of every number."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from co2sim.catalog import huggingface
 from co2sim.catalog.facts import (
     Fact,
     Kind,
@@ -18,10 +17,10 @@ from co2sim.catalog.facts import (
     names,
     override,
     plain,
+    put_rates,
     read,
     read_defaults,
 )
-from co2sim.catalog.specs import put_rates
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
 from co2sim.common.files import is_below, is_regular
@@ -54,8 +53,8 @@ T = TypeVar("T")
 _MAX_PARAMETERS = 10**15
 """Of a model: a thousand times the largest that are trained."""
 
-_MAX_KEPT = 128
-"""Clusters and models of the catalog that are kept, with their overrides."""
+_MAX_KEPT = 384
+"""Clusters, models and stacks of the catalog that are kept, with their overrides."""
 
 _NONE = {"value": 0, "assumed": True, "source": "default, not measured: none"}
 _KIND_OF: Mapping[str, Kind] = {"gpu": "gpus", "failures": "failures"}
@@ -129,9 +128,31 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    if isinstance(reference, Contents) or not any(is_file(str(name)) for name in named):
-        return _known_cluster(reference, tuple(changes.items()))
-    return _cluster(reference, changes)
+    return _loaded(_cluster, reference, changes, any(is_file(str(name)) for name in named))
+
+
+def _loaded(
+    make: Callable[[str | Contents, Mapping[str, str]], Entry[T]],
+    reference: str | Contents,
+    overrides: Mapping[str, str] | None,
+    in_file: bool,  # noqa: FBT001
+) -> Entry[T]:
+    """What is made; it is kept unless a file says it, which may change."""
+    if in_file and not isinstance(reference, Contents):
+        return make(reference, overrides or {})
+    return cast("Entry[T]", _kept(make, reference, tuple((overrides or {}).items())))
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def _kept(make: Any, reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Any:
+    return make(reference, dict(overrides))
+
+
+def _opened(reference: str | Contents, read_tree: Callable[[str], Tree]) -> tuple[Tree, str]:
+    """The tree, which may be changed, and what it is called."""
+    if isinstance(reference, Contents):
+        return deepcopy(reference.tree), reference.name
+    return read_tree(reference), reference
 
 
 def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Cluster]:
@@ -153,11 +174,7 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
             for name, (value, source) in ORIGINS.items()
             if name not in tree["failures"]
         ]
-    spec = _checked(ClusterSpec, plain(tree), reference)
-    try:
-        return Entry(spec.build(), (*chosen, *facts(tree)))
-    except OptionError as error:
-        raise CatalogError(f"{reference}: {error}") from error
+    return Entry(_built(ClusterSpec, plain(tree), reference), (*chosen, *facts(tree)))
 
 
 def _put_defaults(tree: Tree) -> None:
@@ -170,14 +187,6 @@ def _put_defaults(tree: Tree) -> None:
     if on_gpus and isinstance(tree.get("inter"), dict):
         for name, fact in links.items():
             tree["inter"].setdefault(name, fact)
-
-
-@lru_cache(maxsize=_MAX_KEPT)
-def _known_cluster(
-    reference: str | Contents, overrides: tuple[tuple[str, str], ...]
-) -> Entry[Cluster]:
-    """That of the catalog, or of what was read before: neither changes."""
-    return _cluster(reference, dict(overrides))
 
 
 def _named(
@@ -241,6 +250,8 @@ def _apply(
 def _of_model(reference: str) -> Tree:
     tree = read("models", reference)
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
+        from co2sim.catalog import huggingface  # noqa: PLC0415 - of few models
+
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     return tree
@@ -253,29 +264,21 @@ def load_model(
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    if isinstance(reference, Contents) or not _is_own(reference):
-        return _known_model(reference, tuple((overrides or {}).items()))
-    return _model(reference, overrides or {})
+    in_file = isinstance(reference, str) and _is_own(reference)
+    return _loaded(_model, reference, overrides, in_file)
 
 
 def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Model]:
     from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
-    if isinstance(reference, Contents):
-        tree, reference = deepcopy(reference.tree), reference.name
-    else:
-        tree = _of_model(reference)
+    tree, reference = _opened(reference, _of_model)
     for path, text in overrides.items():
         if path == "parameters":
             raise CatalogError(
                 "parameters follows from the shape of the model; set layers or hidden"
             )
         override(tree, path, text)
-    spec = _checked(ModelSpec, {"model": plain(tree)}, reference)
-    try:
-        model = spec.model.build()
-    except OptionError as error:
-        raise CatalogError(f"{reference}: {error}") from error
+    model = _built(ModelSpec, {"model": plain(tree)}, reference)
     if model.parameters > _MAX_PARAMETERS:
         raise CatalogError(
             f"{reference}: the model has {model.parameters:.3g} parameters; it must be at most"
@@ -284,20 +287,16 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
     return Entry(model, tuple(facts(tree)))
 
 
-@lru_cache(maxsize=_MAX_KEPT)
-def _known_model(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Model]:
-    """As `_known_cluster`."""
-    return _model(reference, dict(overrides))
-
-
-def _checked(spec: Any, tree: Tree, reference: str) -> Any:
-    """Validate; the first thing that is wrong becomes one line."""
+def _built(spec: Any, tree: Tree, reference: str) -> Any:
+    """What a specification makes of a tree; the first thing that is wrong becomes one line."""
     from pydantic import ValidationError  # noqa: PLC0415
 
     try:
-        return spec.model_validate(tree)
+        return spec.model_validate(tree).build()
     except ValidationError as error:
         raise CatalogError(f"{reference}: {_first(error, spec)}") from error
+    except OptionError as error:
+        raise CatalogError(f"{reference}: {error}") from error
 
 
 DEFAULT_STACK = "torchtitan"
@@ -312,29 +311,16 @@ def load_stack(
     `overrides` maps dotted paths, such as "call_overhead", to texts. Raises CatalogError like
     `load_cluster`.
     """
-    if isinstance(reference, Contents) or not is_file(reference):
-        return _known_stack(reference, tuple((overrides or {}).items()))
-    return _stack(reference, overrides or {})
+    in_file = isinstance(reference, str) and is_file(reference)
+    return _loaded(_stack, reference, overrides, in_file)
 
 
 def _stack(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Stack]:
     from co2sim.catalog.specs import StackSpec  # noqa: PLC0415 - pydantic is slow
 
-    if isinstance(reference, Contents):
-        tree, reference = deepcopy(reference.tree), reference.name
-    else:
-        tree = read("stacks", reference)
+    tree, reference = _opened(reference, partial(read, "stacks"))
     _apply(tree, reference, overrides, overrides)
-    try:
-        return Entry(_checked(StackSpec, plain(tree), reference).build(), tuple(facts(tree)))
-    except OptionError as error:
-        raise CatalogError(f"{reference}: {error}") from error
-
-
-@lru_cache(maxsize=_MAX_KEPT)
-def _known_stack(reference: str | Contents, overrides: tuple[tuple[str, str], ...]) -> Entry[Stack]:
-    """As `_known_cluster`."""
-    return _stack(reference, dict(overrides))
+    return Entry(_built(StackSpec, plain(tree), reference), tuple(facts(tree)))
 
 
 _KINDS = {"transformer", "vit", "blocks"}

@@ -1,9 +1,9 @@
 """What the TOML files of clusters and GPUs, and a user's own, may say; pydantic checks them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
+from operator import attrgetter
 from types import UnionType
 from typing import (
     Annotated,
@@ -19,6 +19,7 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,8 +30,8 @@ from pydantic import (
     model_validator,
 )
 
-from co2sim.catalog.facts import Tree, read_table
-from co2sim.common.errors import CatalogError, OptionError, UnitError, nearest
+from co2sim.catalog.facts import Tree
+from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
@@ -48,12 +49,9 @@ from co2sim.hardware.cluster import (
 )
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.architecture import (
-    Attention,
     Bias,
     Experts,
     LatentAttention,
-    Norm,
-    QKNorm,
     Transformer,
     language_model,
     vision_transformer,
@@ -97,6 +95,15 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _built(value: Any) -> Any:
+    """What a specification, or each of a list or a table, stands for."""
+    if isinstance(value, _Built):
+        return value.build()
+    if isinstance(value, dict):
+        return {name: _built(inner) for name, inner in value.items()}
+    return tuple(map(_built, value)) if isinstance(value, list) else value
+
+
 class _Built(Spec):
     """The specification of a dataclass of numbers; `make` is the dataclass."""
 
@@ -104,9 +111,7 @@ class _Built(Spec):
 
     def build(self) -> Any:
         """The dataclass, in SI units."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        built = {k: v.build() if isinstance(v, _Built) else v for k, v in values.items()}
-        return self.make(**built)
+        return self.make(**{name: _built(value) for name, value in self})
 
 
 T = TypeVar("T", bound=_Built)
@@ -152,9 +157,10 @@ _Speed: TypeAlias = Annotated[float, number(Quantity(unit="FLOP/s", least=1))]
 _Time: TypeAlias = Annotated[float, number(Quantity(unit="s", least=0))]
 
 
-class Attained(Spec):
+class Attained(_Built):
     """Attained fraction of peak of an op of this many FLOP."""
 
+    make: ClassVar[Any] = staticmethod(lambda flops, value: (flops, value))
     flops: _Work
     value: _Fraction
 
@@ -165,47 +171,27 @@ def _points(value: Any) -> Any:
     return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
-class AttainedAttention(Spec):
+class AttainedAttention(_Built):
     """Attained fraction of peak of flash attention over sequences of this length."""
 
+    make: ClassVar[Any] = staticmethod(lambda length, value: (length, value))
     length: Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
     value: _Fraction
 
 
+def _rising(name: str) -> AfterValidator:
+    """A list by rising values of a field."""
+    return AfterValidator(lambda rows: sorted(rows, key=attrgetter(name)))
+
+
 _OneOrTable: TypeAlias = Annotated[
     Annotated[_Fraction, Tag("[number]")]
-    | Annotated[list[AttainedAttention], Field(min_length=1), Tag("[table]")],
+    | Annotated[list[AttainedAttention], Field(min_length=1), _rising("length"), Tag("[table]")],
     Discriminator(lambda value: "[table]" if isinstance(value, list) else "[number]"),
 ]
 
 
-class _Kernels(_Built):
-    def build(self) -> KernelTimes:
-        """With its table of flash attention by rising length."""
-        values = dict(self)
-        attention = values["attention_efficiency"]
-        if isinstance(attention, list):
-            table = tuple(sorted((point.length, point.value) for point in attention))
-            values["attention_efficiency"] = table
-        return KernelTimes(**values)
-
-
-class _GPU(_Built):
-    def build(self) -> GPU:
-        """With its table of efficiencies by rising FLOP."""
-        values = dict(self)
-        points = sorted((point.flops, point.value) for point in values["efficiency"])
-        built = {name: values[name] and values[name].build() for name in ("kernels", "products")}
-        attention = {name: speed.build() for name, speed in values["attention"].items()}
-        return GPU(**values | built | {"efficiency": tuple(points), "attention": attention})
-
-
 class _Cluster(_Built):
-    def build(self) -> Cluster:
-        """The cluster, in SI units."""
-        made: Cluster = super().build()
-        return made
-
     @model_validator(mode="before")
     @classmethod
     def _a_price_names_its_currency(cls, values: Any) -> Any:
@@ -240,26 +226,26 @@ class _Cluster(_Built):
 
 KernelsSpec = _spec(
     KernelTimes,
-    _Kernels,
+    _Built,
     attention_efficiency=(_OneOrTable | None, None),
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
-ProductsSpec = _spec(ProductSpeed, _Built)
-"""`products` of a GPU: its matrix products."""
+for _plain in (ProductSpeed, Calls, TokenBucket, HostEffects, Experts, LatentAttention):
+    _spec(_plain, _Built)  # after those that it holds
 
 AttentionSpec = _spec(AttentionSpeed, _Built)
 """`attention.NAME` of a GPU: an implementation of flash attention."""
 
 GPUSpec = _spec(
     GPU,
-    _GPU,
+    _Built,
     attention=(dict[str, AttentionSpec], {}),  # type: ignore[valid-type]
     peak=(
         dict[Literal["fp32", "fp16", "bf16", "fp8", "fp4", "mxfp4"], _Speed],
         Field(min_length=1),
     ),
-    efficiency=(Annotated[list[Attained], BeforeValidator(_points)], []),
+    efficiency=(Annotated[list[Attained], BeforeValidator(_points), _rising("flops")], []),
     memory_efficiency=(_Fraction, ...),
     launch_overhead=(_Time, ...),
 )
@@ -271,15 +257,6 @@ TierSpec = _spec(Tier, _Built)
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
 
-CallsSpec = _spec(Calls, _Built)
-"""`host.calls` of a cluster: overheads of collectives by kind."""
-
-BurstSpec = _spec(TokenBucket, _Built)
-"""`host.intra`, `host.inter` and `host.wan` of a cluster."""
-
-HostSpec = _spec(HostEffects, _Built)
-"""`host` of a cluster that is one machine."""
-
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""
 
@@ -287,18 +264,10 @@ SizedFailuresSpec = _spec(SizedFailures, _Built)
 """`by_size` of failures."""
 
 
-class _Failures(_Built):
-    def build(self) -> Failures:
-        """With its counts by rising size."""
-        values = dict(self)
-        sizes = sorted((spec.build() for spec in values["by_size"]), key=lambda size: size.gpus)
-        return Failures(**values | {"by_size": tuple(sizes)})
-
-
 FailuresSpec = _spec(
     Failures,
-    _Failures,
-    by_size=(list[SizedFailuresSpec], []),  # type: ignore[valid-type]
+    _Built,
+    by_size=(Annotated[list[SizedFailuresSpec], _rising("gpus")], []),  # type: ignore[valid-type]
 )
 """`failures/*.toml`, and `failures` of a cluster."""
 
@@ -310,56 +279,21 @@ SettingSpec = _spec(Setting, _Built)
 """`measured` of a stack: a run that it was calibrated by."""
 
 
-class _Stack(_Built):
-    def build(self) -> Stack:
-        """With the fitted kernels of each GPU, and the runs that it was calibrated by."""
-        values = dict(self)
-        kernels = {name: times.build() for name, times in values["kernels"].items()}
-        measured = tuple(run.build() for run in values["measured"])
-        return Stack(**values | {"kernels": kernels, "measured": measured})
-
-
 StackSpec = _spec(
     Stack,
-    _Stack,
+    _Built,
     kernels=(dict[str, KernelsSpec], {}),  # type: ignore[valid-type]
     measured=(list[SettingSpec], []),  # type: ignore[valid-type]
 )
 """`stacks/*.toml`."""
 
 
-ExpertsSpec = _spec(Experts, _Built)
-"""`experts` of a model."""
-
-LatentSpec = _spec(LatentAttention, _Built)
-"""`latent` of a model."""
-
-
-class _LayersSpec(Spec):
+class _Layers(_Built):
     name: str
-    layers: Depth
-    hidden: Count
-    heads: Count
-    ffn: Count
-    kv_heads: Natural = 0
-    head_dim: Natural = 0
-    gated: bool = False
-    attention: Attention = "softmax"
-    attention_gate: bool = False
-    bias: Bias = False
-    norm: Norm = "layernorm"
-    norms: Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)] = 2
-    qk_norm: QKNorm = "none"
-    sinks: bool = False
-    causal: bool = True
-    dropout: bool = False
-    windows: Annotated[list[Natural], Field(max_length=10_000)] = []
-    latent: LatentSpec | None = None  # type: ignore[valid-type]
-    experts: ExpertsSpec | None = None  # type: ignore[valid-type]
     parameters: Natural = 0
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "_LayersSpec":
+    def _heads_divide(self: Any) -> Any:
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; give head_dim"
@@ -371,8 +305,20 @@ class _LayersSpec(Spec):
     def body(self) -> Transformer:
         """The stack of layers."""
         values = {field.name: getattr(self, field.name) for field in fields(Transformer)}
-        built = {name: values[name] and values[name].build() for name in ("latent", "experts")}
-        return Transformer(**values | built | {"windows": tuple(self.windows)})
+        return Transformer(**_built(values))
+
+
+_LayersSpec: Any = _spec(
+    Transformer,
+    _Layers,
+    **dict.fromkeys(("hidden", "heads", "ffn"), (Count, ...)),
+    **dict.fromkeys(("kv_heads", "head_dim"), (Natural, 0)),
+    layers=(Depth, ...),
+    bias=(Bias, False),
+    norms=(Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)], 2),
+    windows=(Annotated[list[Natural], Field(max_length=10_000)], []),
+)
+"""The layers of a model."""
 
 
 def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
@@ -381,7 +327,7 @@ def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
     return {name: value for name, value in dict(spec).items() if name in wanted}
 
 
-class TransformerSpec(_LayersSpec):
+class TransformerSpec(_LayersSpec):  # type: ignore[misc]  # made above
     """`kind = "transformer"`: a language model."""
 
     kind: Literal["transformer"]
@@ -422,7 +368,7 @@ class TransformerSpec(_LayersSpec):
         return language_model(self.name, self.body(), tokens=self.seq_len, **options)
 
 
-class ViTSpec(_LayersSpec):
+class ViTSpec(_LayersSpec):  # type: ignore[misc]  # made above
     """`kind = "vit"`: a vision transformer."""
 
     kind: Literal["vit"]
@@ -482,6 +428,10 @@ class ModelSpec(Spec):
 
     model: Annotated[TransformerSpec | ViTSpec | BlocksSpec, Field(discriminator="kind")]
 
+    def build(self) -> Model:
+        """Its blocks."""
+        return self.model.build()
+
 
 def as_file(thing: Any) -> Tree:
     """What a file would say of a dataclass of numbers, with units; nothing of what is None."""
@@ -522,98 +472,3 @@ UNITS: Mapping[str, str] = {
     if (unit := _unit(hint)) and not name.startswith("price")
 }
 """Units of the numbers of clusters, GPUs and stacks that have one, by name."""
-
-
-RateKind: TypeAlias = Literal["prices", "grids", "nodes", "electricity", "ownership"]
-"""Tables of the catalog: prices of rent, grids, and what `co2sim own` needs."""
-
-_FIELDS: Mapping[RateKind, tuple[str, str, str]] = {
-    "prices": ("price_per_gpu", "price_low", "price_high"),
-    "grids": ("grid_intensity", "grid_intensity_low", "grid_intensity_high"),
-}
-"""The numbers of a cluster that each sets: the value, and the ends of its range."""
-
-DEFAULT_PUE = {
-    "value": 1.58,
-    "assumed": True,
-    "source": "average of data centres in 2023: default; Uptime Institute, Global Data Center"
-    " Survey 2023, and 1.55 to 1.59 since about 2020 (Uptime Intelligence, update 221,"
-    " 23 November 2023)",
-}
-DEFAULT_GRID = "world"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """A published figure; `low` and `high` are the ends of its range, None where none is known.
-
-    `rent` names the price for which what it is the price of can be rented.
-    """
-
-    name: str
-    value: str
-    date: str
-    source: str
-    low: str | None = None
-    high: str | None = None
-    rent: str | None = None
-
-
-@cache
-def rates(kind: RateKind) -> Mapping[str, Rate]:
-    """All of one kind, by name."""
-    return {name: Rate(name=name, **entry) for name, entry in read_table(kind).items()}
-
-
-def put_rates(tree: Tree, changes: Mapping[str, str]) -> dict[str, str]:
-    """Put prices and grids that are meant by name into the tree of a cluster, with their ranges.
-
-    `grid` names a grid, and `price_per_gpu` may name a price, in the file or in `changes`. Gives
-    the other changes. What a user changes has no range unless the user gives one. Raises
-    CatalogError for unknown names, and where a grid and its intensity are both given.
-    """
-    rest = dict(changes)
-    if "grid" in changes and "grid_intensity" in changes:
-        raise CatalogError("grid and grid_intensity are both given; leave one of them out")
-    for kind in _FIELDS:
-        value, low, high = _FIELDS[kind]
-        if value in changes or (kind == "grids" and "grid" in changes):
-            for name in (value, low, high):
-                tree.pop(name, None)
-    file_grid = tree.pop("grid", None)
-    grid = rest.pop("grid", None) or _text(file_grid)
-    if "grid_intensity" in changes:
-        grid = None
-    elif grid is None and "grid_intensity" not in tree:
-        grid = DEFAULT_GRID
-    if grid is not None:
-        if "grid_intensity" in tree:
-            raise CatalogError("grid and grid_intensity are both given; leave one of them out")
-        _put(tree, "grids", grid, assumed=grid == DEFAULT_GRID)
-    price = rest.get("price_per_gpu") or _text(tree.get("price_per_gpu"))
-    if price and price[0].isalpha():
-        rest.pop("price_per_gpu", None)
-        _put(tree, "prices", price, assumed=False)
-    tree.setdefault("pue", DEFAULT_PUE)
-    return rest
-
-
-def _text(node: object) -> str | None:
-    """The text of a value, or of a fact."""
-    value = node.get("value") if isinstance(node, dict) else node
-    return None if value is None else str(value)
-
-
-def _put(tree: Tree, kind: RateKind, name: str, *, assumed: bool) -> None:
-    table = rates(kind)
-    if name not in table:
-        what = "grid" if kind == "grids" else "price"
-        example = "grid_intensity='56 g/kWh'" if kind == "grids" else "price_per_gpu='2.5 USD/h'"
-        raise CatalogError(
-            f"unknown {what} {name!r}; {nearest(name, list(table))} (one of yours: {example})"
-        )
-    rate = table[name]
-    source = f"{name}, {rate.date}: {rate.source}"
-    for field, value in zip(_FIELDS[kind], (rate.value, rate.low, rate.high), strict=True):
-        if value is not None:
-            tree[field] = {"value": value, "source": source, "assumed": assumed}

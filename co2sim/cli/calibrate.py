@@ -98,18 +98,18 @@ def _misfits(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[str]:
 
 def _numbers(calibrated: Calibrated) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for one in NUMBERS:
-        if one.name not in calibrated.before:
+    for n in NUMBERS:
+        if n.name not in calibrated.before:
             continue
-        after = calibrated.values.get(one.name, calibrated.before[one.name])
-        scale, unit = (1e6, " us") if one.unit else (1.0, "")
+        after = calibrated.values.get(n.name, calibrated.before[n.name])
+        scale, unit = (1e6, " us") if n.unit else (1.0, "")
         rows.append(
             (
-                one.name,
-                f"{calibrated.before[one.name] * scale:.4g}{unit}",
+                n.name,
+                f"{calibrated.before[n.name] * scale:.4g}{unit}",
                 f"{after * scale:.4g}{unit}",
-                f"{calibrated.determined[one.name]:.0%}" if one.name in calibrated.values else "no",
-                one.meaning,
+                f"{calibrated.determined[n.name]:.0%}" if n.name in calibrated.values else "no",
+                n.meaning,
             )
         )
     return rows
@@ -118,7 +118,7 @@ def _numbers(calibrated: Calibrated) -> list[tuple[str, ...]]:
 def _runs(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for run, first, last in zip(runs, calibrated.first, calibrated.last, strict=True):
-        speeds = [one.tokens_per_s_per_gpu for one in (first, last)]
+        speeds = [result.tokens_per_s_per_gpu for result in (first, last)]
         errors = [speed / run.tokens_per_s_per_gpu - 1 for speed in speeds]
         rows.append(
             (
@@ -135,7 +135,7 @@ def _memories(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[tuple
     rows: list[tuple[str, ...]] = []
     for run, first, last in zip(runs, calibrated.first, calibrated.last, strict=True):
         if run.memory is not None:
-            sizes = (run.memory, *(reserved(one.memory_bytes_per_gpu) for one in (first, last)))
+            sizes = (run.memory, *(reserved(r.memory_bytes_per_gpu) for r in (first, last)))
             name = f"{run.where.rpartition(', ')[2]}: {_named(last)}"
             rows.append((name, *(f"{size / GIB:.1f} GiB" for size in sizes)))
     return rows

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, facts, is_file, key_of, read
-from co2sim.catalog.specs import Rate, RateKind, rates
+from co2sim.catalog.facts import Kind, Rate, RateKind, facts, is_file, key_of, rates, read
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
@@ -54,18 +53,18 @@ def list_(
         fitting = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
         _print_entry(out, next(fitting, "models"), what)
     else:
-        found = [(kind, what) for kind in kinds if what in names(kind)]
-        found = found or [
+        entries = [(kind, what) for kind in kinds if what in names(kind)]
+        entries = entries or [
             (kind, key) for kind in kinds if (key := key_of(kind, what)) in names(kind)
         ]
         rated = [kind for kind in named if what in rates(kind)]
         for one in rated:
             _print_rates(out, one, what)
-        if not found and not rated:
-            known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
-            known += [name for one in named for name in rates(one)]
-            raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
-        for kind, key in found:
+        if not entries and not rated:
+            every = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
+            every += [name for one in named for name in rates(one)]
+            raise CatalogError(f"nothing is called {what!r}; {nearest(what, every)}")
+        for kind, key in entries:
             _print_entry(out, kind, key)
 
 

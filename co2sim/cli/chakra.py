@@ -1,5 +1,6 @@
 """The commands that exchange schedules with other simulators: options, and what they print."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import print_json
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted, duration, scaled
@@ -23,7 +25,7 @@ def export(
     rounds: Annotated[
         int | None,
         typer.Option(
-            parser=options.whole("--rounds"),
+            parser=partial(convert.whole, "--rounds"),
             metavar="N",
             help="Rounds to write; default: as many as show every wait, one more than the farthest"
             " goes back.",
@@ -35,7 +37,7 @@ def export(
 
     prepared = driver.resolve_auto(case).stage()
     with progress_bar("writing ranks", after=1.0) as done:
-        found = chakra.write(
+        written = chakra.write(
             prepared.schedule,
             prepared.cluster,
             out,
@@ -44,15 +46,15 @@ def export(
             done=done,
         )
     print(
-        f"{counted(found.ranks, 'file')} of {counted(found.nodes, 'node')}"
-        f" ({counted(found.rounds, 'round')}) in {out}: {scaled(found.size, 'B')}"
+        f"{counted(written.ranks, 'file')} of {counted(written.nodes, 'node')}"
+        f" ({counted(written.rounds, 'round')}) in {out}: {scaled(written.size, 'B')}"
     )
     print(
         f"ASTRA-sim: --workload-configuration={out}/trace"
         f" --comm-group-configuration={out}/comm_group.json"
     )
-    if found.unsupported:
-        print(f"warning: ASTRA-sim does not simulate {' and '.join(found.unsupported)}")
+    if written.unsupported:
+        print(f"warning: ASTRA-sim does not simulate {' and '.join(written.unsupported)}")
 
 
 def replay(
@@ -77,28 +79,28 @@ def replay(
     with progress_bar("reading ranks", after=1.0) as done:
         trace = chakra.read(place, done)
     with progress_bar("simulating rounds", after=1.0) as done:
-        found = chakra.replay(trace, loaded, precision, done)
+        figures = chakra.replay(trace, loaded, precision, done)
     if json_:
-        print_json(found.to_dict())
+        print_json(figures.to_dict())
         return
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
     out = console()
     whose = "" if trace.layout else ", a trace of others: run once"
-    out.print(f"{found.schedule} on {counted(found.gpus, 'GPU')} of {found.cluster}{whose}\n")
-    steps = f" ({found.steps_per_round} steps)" if found.steps_per_round > 1 else ""
-    share = found.exposed_comm_s / found.round_time_s if found.round_time_s else 0.0
+    out.print(f"{figures.schedule} on {counted(figures.gpus, 'GPU')} of {figures.cluster}{whose}\n")
+    steps = f" ({figures.steps_per_round} steps)" if figures.steps_per_round > 1 else ""
+    share = figures.exposed_comm_s / figures.round_time_s if figures.round_time_s else 0.0
     rows = [
-        ("round time", duration(found.round_time_s) + steps),
-        ("step time", duration(found.step_time_s)),
-        ("communication busy, per round", duration(found.comm_busy_s)),
-        ("communication exposed, per round", f"{duration(found.exposed_comm_s)} ({share:.1%})"),
-        ("sent per GPU and step", scaled(found.wire_bytes_per_gpu_per_step, "B")),
-        ("sent per node's NICs and step", scaled(found.nic_bytes_per_node_per_step, "B")),
+        ("round time", duration(figures.round_time_s) + steps),
+        ("step time", duration(figures.step_time_s)),
+        ("communication busy, per round", duration(figures.comm_busy_s)),
+        ("communication exposed, per round", f"{duration(figures.exposed_comm_s)} ({share:.1%})"),
+        ("sent per GPU and step", scaled(figures.wire_bytes_per_gpu_per_step, "B")),
+        ("sent per node's NICs and step", scaled(figures.nic_bytes_per_node_per_step, "B")),
     ]
     print_table(out, "figures", ("figure", "value"), rows)
-    if not found.steady:
-        out.print(f"not a steady state: {counted(found.rounds_simulated, 'round')} were run")
-    works = [(name, duration(value)) for name, value in found.breakdown_s.items()]
+    if not figures.steady:
+        out.print(f"not a steady state: {counted(figures.rounds_simulated, 'round')} were run")
+    works = [(name, duration(value)) for name, value in figures.breakdown_s.items()]
     title = "spans of the last round on one rank, by work (overlapping, waiting included)"
     print_table(out, title, ("work", "time"), works)

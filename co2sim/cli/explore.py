@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import command_line, keeping
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
@@ -45,7 +46,7 @@ _Varied = Annotated[
 _Tolerance = Annotated[
     float,
     typer.Option(
-        parser=options.number("--tolerance"),
+        parser=partial(convert.number, "--tolerance"),
         metavar="N",
         help="With --out: more positions are simulated until throughput between them is off by"
         " at most N (0.01: 1 %) at random ones, or until 20,000 are simulated.",
@@ -84,24 +85,26 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
     port: Annotated[
         int,
         typer.Option(
-            parser=options.whole("--port"), metavar="N", help="Of the server; 0: any that is free."
+            parser=partial(convert.whole, "--port"),
+            metavar="N",
+            help="Of the server; 0: any that is free.",
         ),
     ] = 0,
     tokens: totals.Tokens = None,
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
     if gpus is not None and "," in gpus:
-        if any(one.startswith("gpus=") for one in over or ()):
+        if any(text.startswith("gpus=") for text in over or ()):
             raise OptionError("--gpus has several values, and so has --vary gpus; give one of them")
         over, gpus = [*(over or ()), f"gpus={gpus}"], None
-    size = None if gpus is None else options.whole("--gpus")(gpus)
+    size = None if gpus is None else convert.whole("--gpus", gpus)
     if out is None:
         _serve(job, cluster, strategy, size, over, port, goal, tokens)
         return
     check("--out", out)
     tolerance = between("--tolerance", tolerance, _MIN, _MAX)
-    for flag, given in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
-        if not given:
+    for flag, value in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
+        if not value:
             raise OptionError(f"{flag} is missing; a page without a server needs it")
     job = replace(job, cluster=cluster or "", gpus=size)
     from co2sim.report.explore.exploration import Exploration  # noqa: PLC0415 - rich
@@ -118,12 +121,13 @@ def _write(
     from co2sim.report.explore.grid import build  # noqa: PLC0415 - numpy, only when needed
     from co2sim.report.explore.page import begin, exactness, static_page  # noqa: PLC0415 - Altair
 
-    made = {one.path: one for one in controls(question) if one.path not in _WITH_SERVER}
+    made = {slider.path: slider for slider in controls(question)}
+    made = {path: slider for path, slider in made.items() if path not in _WITH_SERVER}
     for path, values in varied.items():
         made[path] = varying(question, path, values)
     shown = list(made.values())
     places = range(len(question.strategies))
-    cases = [question.case(place, begin(shown)) for place in places]
+    cases = [question.case(index, begin(shown)) for index in places]
     first = [(case, driver.run(case)) for case in cases]  # what cannot be is said before others
     grid = build(question, shown, tolerance, jobs, partial(print, file=sys.stderr))
     command = command_line("co2sim")
@@ -172,11 +176,7 @@ def _serve(  # noqa: PLR0917 - what a page begins with
     question_of(view, files, goal).case(0, {}).load()
     token = secrets.token_urlsafe(24)
     with keeping("the server has ended"):
-        serve(files, goal, view, token, port, _say)
-
-
-def _say(address: str) -> None:
-    print(f"open {address}\ncontrol-C ends it", flush=True)
+        serve(files, goal, view, token, port, partial(print, flush=True))
 
 
 def _check_server() -> None:

@@ -18,7 +18,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.figures import asked
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import remark, scale_of
+from co2sim.report.text import totals
 from co2sim.report.text.result import print_assumed, question
 from co2sim.studies.candidates import command_of
 from co2sim.studies.grid import strategy_title
@@ -66,7 +66,7 @@ def goodput(cases: list[Question], every: _Every = None, json_: options.Json = F
     interval = None if every is None else convert.seconds("--every", every)
     answers = [_answer(case, interval) for case in cases]
     if json_:
-        print_json([_plain(one) for one in answers])
+        print_json([_plain(answer) for answer in answers])
     else:
         _print(console(), answers)
 
@@ -93,42 +93,42 @@ def _answer(open_case: Question, every: Seconds | None) -> _Answer:
     ]
     result = replace(result, assumed=(*result.assumed, *assumed))
     trained = trained_of(result, cluster.value, model.value, optimizer=case.optimizer)
-    found = goodput_where(failures, trained, every)
-    return _Answer(case, result, found, spot_of(failures, trained, every))
+    goodput = goodput_where(failures, trained, every)
+    return _Answer(case, result, goodput, spot_of(failures, trained, every))
 
 
-def words(result: Result, found: "Goodput") -> str:
+def words(result: Result, goodput: "Goodput") -> str:
     """The answer in a sentence."""
-    share = f"{_percent(found.useful)} of the time is useful work"
-    if found.low < found.high:
-        share += f" ({_percent(found.low)} to {_percent(found.high)})"
-    speed = f"{result.tokens_per_s * found.useful:,.0f} {result.unit}s/s on average"
-    losses = {name: getattr(found.shares, name) for name in _LOSSES}
+    share = f"{_percent(goodput.useful)} of the time is useful work"
+    if goodput.low < goodput.high:
+        share += f" ({_percent(goodput.low)} to {_percent(goodput.high)})"
+    speed = f"{result.tokens_per_s * goodput.useful:,.0f} {result.unit}s/s on average"
+    losses = {name: getattr(goodput.shares, name) for name in _LOSSES}
     largest = max(losses, key=lambda name: losses[name])
     binds = f"the largest loss is {_LOSSES[largest]}, {_percent(losses[largest])}"
-    preempted = found.workers.preempted if found.workers else found.whole.preempted
+    preempted = goodput.workers.preempted if goodput.workers else goodput.whole.preempted
     if largest == "restart":
-        after = found.workers.after if found.workers else found.whole.after
+        after = goodput.workers.after if goodput.workers else goodput.whole.after
         steps = {} if preempted.rate else {"detection": after.detection}
         steps |= {"restart": after.restart, "reading": after.reload}
-        if found.workers:
-            steps["all others standing still"] = found.workers.stall
+        if goodput.workers:
+            steps["all others standing still"] = goodput.workers.stall
         binds += f" ({', '.join(f'{name} {timespan(time)}' for name, time in steps.items())})"
-    return f"{result.strategy}: {share}, {speed}. {_stops(result, found)}; {binds}"
+    return f"{result.strategy}: {share}, {speed}. {_stops(result, goodput)}; {binds}"
 
 
-def _stops(result: Result, found: "Goodput") -> str:
+def _stops(result: Result, goodput: "Goodput") -> str:
     """What stops what, and when it is saved."""
-    workers, whole = found.workers, found.whole
+    workers, whole = goodput.workers, goodput.whole
     gpus, said = counted(result.gpus, "GPU"), []
     if workers and workers.rate:
-        alone = _time(workers.rate * workers.count, found)
+        alone = _time(workers.rate * workers.count, goodput)
         said.append(f"a worker fails every {alone}, and stops alone, of {workers.count:,}")
     if workers and workers.preempted.rate:
         alone = timespan(1 / (workers.preempted.rate * workers.count))
         said.append(f"a worker is preempted every {alone}, and stops alone, of {workers.count:,}")
     if whole.rate:
-        every = timespan(1 / whole.rate) if workers else _time(whole.rate, found)
+        every = timespan(1 / whole.rate) if workers else _time(whole.rate, goodput)
         said.append(f"a failure every {every} stops all {gpus}")
     if whole.preempted.rate:
         said.append(_preempts(whole.preempted, gpus))
@@ -142,11 +142,11 @@ def _stops(result: Result, found: "Goodput") -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _time(rate: float, found: "Goodput") -> str:
+def _time(rate: float, goodput: "Goodput") -> str:
     """The mean time between failures, its range, and where it stands among counts by size."""
-    ends = [timespan(1 / rate / found.failures.rate_high)]
-    ends.append(timespan(1 / rate / found.failures.rate_low))
-    said = [found.basis] if found.basis else []
+    ends = [timespan(1 / rate / goodput.failures.rate_high)]
+    ends.append(timespan(1 / rate / goodput.failures.rate_low))
+    said = [goodput.basis] if goodput.basis else []
     said += [" to ".join(ends)] if ends[0] != ends[1] else []
     return timespan(1 / rate) + (f" ({', '.join(said)})" if said else "")
 
@@ -159,33 +159,35 @@ def _preempts(preempted: "Preemption", gpus: str) -> str:
     return f"{said}, with a checkpoint on notice in {timespan(preempted.saving)}"
 
 
-def spot_words(one: "Spot", result: Result) -> str:
+def spot_words(spot: "Spot", result: Result) -> str:
     """What spot nodes are worth, in a sentence."""
-    if one.cost is None or one.pays_from is None:
+    if spot.cost is None or spot.pays_from is None:
         return (
-            f"nodes that stay have {_percent(one.on_demand)} of useful work; what spot saves is not"
-            " known: give its price relative to theirs, --set failures.spot_price=0.5"
+            f"nodes that stay have {_percent(spot.on_demand)} of useful work; what spot saves is"
+            " not known: give its price relative to theirs, --set failures.spot_price=0.5"
         )
     said = (
-        f"a useful token costs {_percent(one.cost)} of what it costs on nodes that stay, of whose"
-        f" time {_percent(one.on_demand)} is useful work"
+        f"a useful token costs {_percent(spot.cost)} of what it costs on nodes that stay, of whose"
+        f" time {_percent(spot.on_demand)} is useful work"
     )
     billion = result.cost_per_billion_tokens
     if billion is not None:
-        stays = billion / one.on_demand
-        said += f" ({stays * one.cost:,.2f} beside {stays:,.2f} {result.currency} for a billion)"
-    if math.isinf(one.pays_from):
+        stays = billion / spot.on_demand
+        said += f" ({stays * spot.cost:,.2f} beside {stays:,.2f} {result.currency} for a billion)"
+    if math.isinf(spot.pays_from):
         return f"{said}; spot never pays"
-    if not one.pays_from:
+    if not spot.pays_from:
         return f"{said}; spot always pays"
-    return f"{said}; spot pays if a node is kept for more than {timespan(one.pays_from)} on average"
+    return (
+        f"{said}; spot pays if a node is kept for more than {timespan(spot.pays_from)} on average"
+    )
 
 
-def algorithm(found: "Goodput") -> str:
+def algorithm(goodput: "Goodput") -> str:
     """What training does after a failure, and after a preemption."""
-    if found.workers is None:
+    if goodput.workers is None:
         said = "all stop, get another node, read the last checkpoint, and do the work since again"
-        saved = found.whole.preempted.rate and found.whole.preempted.saving is not None
+        saved = goodput.whole.preempted.rate and goodput.whole.preempted.saving is not None
         return f"{said}; after a checkpoint on notice there is none" if saved else said
     return (
         "the others continue; the next average is taken over those that are left, and waits until"
@@ -196,51 +198,51 @@ def algorithm(found: "Goodput") -> str:
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
-    lines = question([one.result for one in answers])
-    said = [f"{words(one.result, one.found)}." for one in answers]
-    if worth := remark((one.result.strategy, scale_of(one.result)) for one in answers):
+    lines = question([each.result for each in answers])
+    said = [f"{words(each.result, each.found)}." for each in answers]
+    if worth := totals.worth(each.result for each in answers):
         said.append(worth)
     print_lines(out, *said, *lines, "")
-    spots = [(one, one.spot) for one in answers if one.spot]
-    lines = [f"spot, {one.title}: {spot_words(spot, one.result)}" for one, spot in spots]
-    if any(one.found.failures.preemption and one.found.failures.node is None for one in answers):
+    spots = [(each, each.spot) for each in answers if each.spot]
+    lines = [f"spot, {each.title}: {spot_words(spot, each.result)}" for each, spot in spots]
+    if any(each.found.failures.preemption and each.found.failures.node is None for each in answers):
         lines.append(
             "failures of the hardware itself are not counted; --set failures.node='150 days' adds"
             " them"
         )
     if lines:
         print_lines(out, *lines, "")
-    for one in answers:
-        if not one.result.fits_in_memory:
-            print_lines(out, f"warning: {one.title} does not fit in memory; see `co2sim run`", "")
+    for each in answers:
+        if not each.result.fits_in_memory:
+            print_lines(out, f"warning: {each.title} does not fit in memory; see `co2sim run`", "")
     columns = ["strategy", *_SHARES, "low", "high"]
-    rows = [_row(one) for one in answers]
+    rows = [_row(each) for each in answers]
     print_table(out, "shares of the time", columns, rows, left=1)
-    details = [_details(one.found, one.title) for one in answers]
+    details = [_details(each.found, each.title) for each in answers]
     names = ["strategy", "fails every", "stops all every", "saved every", "state", "stops work for"]
     print_table(out, "failures and checkpoints", [*names, "is written in"], details, left=1)
-    after = {algorithm(one.found): "" for one in answers}
+    after = {algorithm(each.found): "" for each in answers}
     for text in after:
-        which = [one.title for one in answers if algorithm(one.found) == text]
+        which = [each.title for each in answers if algorithm(each.found) == text]
         print_lines(out, f"after a failure, {', '.join(which)}: {text}", "")
-    print_assumed(out, (one.result for one in answers))
+    print_assumed(out, (each.result for each in answers))
 
 
-def _row(one: _Answer) -> list[str]:
-    found = one.found
-    shares = [_percent(getattr(found.shares, name)) for name in _SHARES]
-    return [one.title, *shares, _percent(found.low), _percent(found.high)]
+def _row(answer: _Answer) -> list[str]:
+    goodput = answer.found
+    shares = [_percent(getattr(goodput.shares, name)) for name in _SHARES]
+    return [answer.title, *shares, _percent(goodput.low), _percent(goodput.high)]
 
 
-def _details(found: "Goodput", title: str) -> list[str]:
-    whole = found.whole
+def _details(goodput: "Goodput", title: str) -> list[str]:
+    whole = goodput.whole
     never, stops = math.isinf(whole.every), whole.rate + whole.preempted.rate
     return [
         title,
-        timespan(1 / found.failures_per_second),
+        timespan(1 / goodput.failures_per_second),
         timespan(1 / stops) if stops else "never",
         "never" if never else timespan(whole.every),
-        scaled(found.checkpoint_bytes, "B"),
+        scaled(goodput.checkpoint_bytes, "B"),
         "-" if never else timespan(whole.saving.blocking),
         "-" if never else timespan(whole.saving.writing or whole.saving.blocking),
     ]
@@ -251,30 +253,30 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %" if share >= 1e-4 or share == 0 else f"{100 * share:.1e} %"  # noqa: PLR2004
 
 
-def _plain(one: _Answer) -> dict[str, Any]:
+def _plain(answer: _Answer) -> dict[str, Any]:
     """As plain values for JSON; what is infinite is None."""
-    found, result = one.found, one.result
+    goodput, result = answer.found, answer.result
     return {
         "strategy": result.strategy,
         **asked(result),
-        "answer": words(result, found),
-        "useful": found.useful,
-        "low": found.low,
-        "high": found.high,
-        "shares": asdict(found.shares),
+        "answer": words(result, goodput),
+        "useful": goodput.useful,
+        "low": goodput.low,
+        "high": goodput.high,
+        "shares": asdict(goodput.shares),
         "tokens_per_s": result.tokens_per_s,
-        "useful_tokens_per_s": result.tokens_per_s * found.useful,
+        "useful_tokens_per_s": result.tokens_per_s * goodput.useful,
         "gpus": result.gpus,
-        "mean_time_to_failure_s": 1 / found.failures_per_second,
-        "checkpoint_bytes": found.checkpoint_bytes,
-        "basis": found.basis,
-        "rate_low": found.failures.rate_low,
-        "rate_high": found.failures.rate_high,
-        "spot": one.spot and asdict(one.spot),
-        "whole": asdict(found.whole),
-        "workers": found.workers and asdict(found.workers),
-        "after_a_failure": algorithm(found),
+        "mean_time_to_failure_s": 1 / goodput.failures_per_second,
+        "checkpoint_bytes": goodput.checkpoint_bytes,
+        "basis": goodput.basis,
+        "rate_low": goodput.failures.rate_low,
+        "rate_high": goodput.failures.rate_high,
+        "spot": answer.spot and asdict(answer.spot),
+        "whole": asdict(goodput.whole),
+        "workers": goodput.workers and asdict(goodput.workers),
+        "after_a_failure": algorithm(goodput),
         "fits_in_memory": result.fits_in_memory,
         "assumed": [asdict(fact) for fact in result.assumed],
-        "command": command_of(one.case, "goodput"),
+        "command": command_of(answer.case, "goodput"),
     }

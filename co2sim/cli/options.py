@@ -31,29 +31,6 @@ from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies.pools import LOKY, Engine
 
-
-def number(flag: str) -> Callable[[str], float]:
-    """A parser whose error names the option and the text."""
-
-    def read(text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            raise OptionError(f"{flag} is {text!r}; it must be a number") from None
-
-    return read
-
-
-def amount(flag: str) -> Callable[[str], float]:
-    """A parser of large numbers: 1e12, 1T, 300B, 50k."""
-    return partial(convert.amount, flag)
-
-
-def whole(flag: str) -> Callable[[str], int]:
-    """A parser whose error names the option and the text; 1e3 is 1000."""
-    return partial(convert.whole, flag)
-
-
 Cluster = Annotated[
     str, typer.Option("--cluster", "-c", help="Catalog name (`co2sim list clusters`) or TOML file.")
 ]
@@ -77,7 +54,7 @@ Strategies = Annotated[
 Jobs = Annotated[
     int,
     typer.Option(
-        parser=whole("--jobs"),
+        parser=partial(convert.whole, "--jobs"),
         metavar="N",
         help="Processes; -1: one per core. Never more than cases, or than two per core.",
     ),
@@ -87,15 +64,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     """Read NAME=VALUE texts. Raises OptionError for others."""
-    found = {}
+    values = {}
     for text in texts or ():
         name, separator, value = text.partition("=")
         if not separator or not name.strip() or not value.strip():
             raise OptionError(f"{flag} {text!r} is not NAME=VALUE")
-        if name.strip() in found:
+        if name.strip() in values:
             raise OptionError(f"{flag} {name.strip()} is given twice")
-        found[name.strip()] = value.strip()
-    return found
+        values[name.strip()] = value.strip()
+    return values
 
 
 class _Declared(NamedTuple):
@@ -112,11 +89,11 @@ def _declared(*owners: type[Any]) -> dict[str, _Declared]:
     options = {}
     for owner in owners:
         hints = get_type_hints(owner)
-        for one in fields(owner):
-            if "option" in one.metadata:
-                default = None if one.default is MISSING else one.default
-                option, reader = one.metadata["option"], convert.reader(owner, one.name)
-                options[one.name] = _Declared(hints[one.name], default, option, reader)
+        for field in fields(owner):
+            if "option" in field.metadata:
+                default = None if field.default is MISSING else field.default
+                option, reader = field.metadata["option"], convert.reader(owner, field.name)
+                options[field.name] = _Declared(hints[field.name], default, option, reader)
     return options
 
 
@@ -127,20 +104,18 @@ def flag(name: str, options: Mapping[str, _Declared] = _DECLARED) -> Any:
     """The option of a command line that a field of a record declares, by default of the case."""
     hint, default, declared, reader = options[name]
     spelled = declared.flags or (f"--{name.replace('_', '-')}",)
-    if reader:
-        read = partial(reader.read, spelled[0])
-        return typer.Option(*spelled, parser=read, metavar=reader.metavar, help=declared.help)
     kinds = get_args(hint) or (hint,)
-    if default is True or (default is None and bool in kinds):
+    if not reader and (default is True or (default is None and bool in kinds)):
         return typer.Option(help=declared.help)  # with its --no-
     if get_origin(hint) in {Mapping, dict}:
         metavar = "NODE=SPEED" if name == "node_speed" else "NAME=VALUE"
         return typer.Option(*spelled, metavar=metavar, help=declared.help)
-    if int in kinds:
-        return typer.Option(*spelled, parser=whole(spelled[0]), metavar="N", help=declared.help)
-    if float in kinds:
-        return typer.Option(*spelled, parser=number(spelled[0]), metavar="N", help=declared.help)
-    return typer.Option(*spelled, help=declared.help)
+    numeric = convert.whole if int in kinds else convert.number if float in kinds else None
+    read, metavar = (reader.read, reader.metavar) if reader else (numeric, "N")
+    if read is None:
+        return typer.Option(*spelled, help=declared.help)
+    parser = partial(read, spelled[0])
+    return typer.Option(*spelled, parser=parser, metavar=metavar, help=declared.help)
 
 
 def _parameter(
@@ -161,19 +136,19 @@ def _parameter(
 
 
 def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
-    found = {}
+    speeds = {}
     for node, speed in pairs(texts, "--node-speed").items():
         if not node.isdecimal():
             raise OptionError(f"--node-speed {node}={speed}: {node!r} is not the number of a node")
-        found[int(node)] = parse_number(f"speed of node {node}", speed)
-    return found
+        speeds[int(node)] = parse_number(f"speed of node {node}", speed)
+    return speeds
 
 
 def _case(values: dict[str, Any]) -> Question:
     """The case of these values, as a command line has them; `Question` checks them."""
     values = {"cluster": "", "strategy": "", **values}
     values["overrides"] = pairs(values.get("overrides"), "--set")
-    uneven = {one.name: values.pop(one.name) for one in fields(Noise) if one.name in values}
+    uneven = {field.name: values.pop(field.name) for field in fields(Noise) if field.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])
         values["noise"] = Noise(**uneven)
@@ -284,7 +259,7 @@ def _with_parameters(
 ToTrain = Annotated[
     float | None,
     typer.Option(
-        parser=amount("--tokens"),
+        parser=partial(convert.amount, "--tokens"),
         metavar="N",
         help="Tokens that ddp would train, such as 1e12 or 1T; local updates need more.",
     ),
@@ -292,7 +267,7 @@ ToTrain = Annotated[
 ToLossSteps = Annotated[
     int | None,
     typer.Option(
-        parser=whole("--to-loss-steps"),
+        parser=partial(convert.whole, "--to-loss-steps"),
         metavar="N",
         help="Add time and cost to the loss that ddp reaches after N steps of this batch.",
     ),
@@ -316,7 +291,7 @@ def _goal(values: dict[str, Any]) -> Goal:
             raise OptionError(f"--steps-factor {text!r} is not STRATEGY=N")
         if name in factors:
             raise OptionError(f"--steps-factor {name} is given twice")
-        factors[name] = number(f"--steps-factor {name}")(value)
+        factors[name] = convert.number(f"--steps-factor {name}", value)
     return Goal(steps=values.get("to_loss_steps"), factors=factors)
 
 

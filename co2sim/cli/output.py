@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 from co2sim.common.cli import command_line
 from co2sim.common.files import write_atomically
-from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.totals import Totals
-from co2sim.report.text import totals
 from co2sim.studies.run_all import Failure, Interrupted, Outcome
 
 if TYPE_CHECKING:
@@ -101,20 +97,3 @@ def end_interrupted(interrupt: Interrupted, keep: Callable[[Sequence[int]], str]
 def _kind(failure: Failure) -> str:
     """The reason without its numbers and their units, and what it is about."""
     return re.sub(r"[0-9][0-9.,]*( [kMGTP]?B\b)?", "", failure.reason)
-
-
-def print_trained(
-    out: Console,
-    head: str,
-    columns: Sequence[str],
-    rows: Sequence[list[str]],
-    cases: Sequence[Question],
-    outcomes: Sequence[Outcome],
-    trained: Sequence[Totals | None],
-    *,
-    left: int,
-) -> None:
-    """A table of what training takes, and what that rests on; `rows` name the cases."""
-    texts = [totals.marked(row, outcome) for row, outcome in zip(rows, outcomes, strict=True)]
-    totals.print_totals(out, head, columns, list(zip(texts, trained, strict=True)), left)
-    totals.print_basis(out, cases, trained, "")

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Entry, Fact, load_cluster
-from co2sim.catalog.specs import Rate
+from co2sim.catalog.facts import Rate
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.tables import console, print_lines, print_table
@@ -116,7 +117,7 @@ def own(
     With a model and a strategy also by token. `co2sim list ownership`, `list nodes` and
     `list electricity` show all numbers.
     """
-    length = between("--years", options.number("--years")(years), *_YEARS)
+    length = between("--years", convert.number("--years", years), *_YEARS)
     answer = _answer(case, length, _used(utilization))
     if json_:
         print_json(_plain(answer))
@@ -128,12 +129,12 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
     if bool(case.model) != bool(case.strategy):
         missing = "--strategy" if case.model else "--model"
         raise OptionError(f"{missing} is missing; what a token costs needs a model and a strategy")
-    asked = case.overrides
-    changes = {k.removeprefix(_OWN): v for k, v in asked.items() if k.startswith(_OWN)}
-    case = replace(case, overrides={k: v for k, v in asked.items() if not k.startswith(_OWN)})
+    sets = case.overrides
+    changes = {k.removeprefix(_OWN): v for k, v in sets.items() if k.startswith(_OWN)}
+    case = replace(case, overrides={k: v for k, v in sets.items() if not k.startswith(_OWN)})
     case, cluster, rent = _with_rent(case, changes)
-    given = numbers(cluster.value, changes, rent)
-    costs = costs_of(given)
+    rates = numbers(cluster.value, changes, rent)
+    costs = costs_of(rates)
     result = driver.run(case, progress=None) if case.model else None
     gpus, per_node = result.gpus if result else case.gpus, cluster.value.gpus_per_node
     if gpus is not None and gpus % per_node:
@@ -144,7 +145,7 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
         cluster=cluster,
         machine=bought,
         years=years,
-        given=given,
+        given=rates,
         costs=costs,
         found=ownership(costs, bought, years, utilization),
         ends={
@@ -152,7 +153,7 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
                 ownership(low, bought, years, utilization),
                 ownership(high, bought, years, utilization),
             )
-            for name, (low, high) in moved(costs, given).items()
+            for name, (low, high) in moved(costs, rates).items()
         },
         result=result,
     )
@@ -182,8 +183,8 @@ def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Question, En
     assert value.price_per_gpu is not None
     price = f"{value.price_per_gpu * HOUR:.6g} USD/h"
     low, high = (
-        None if one is None else f"{one * HOUR:.6g} USD/h"
-        for one in (value.price_low, value.price_high)
+        None if end is None else f"{end * HOUR:.6g} USD/h"
+        for end in (value.price_low, value.price_high)
     )
     source = next((f.source for f in cluster.facts if f.path == "price_per_gpu"), "")
     return case, cluster, Rate(name="rent", value=price, low=low, high=high, date="", source=source)
@@ -194,12 +195,12 @@ def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Question, En
 
 def _print(out: Console, answer: _Answer) -> None:
     print_lines(out, *_sentences(answer), *question([answer.result] if answer.result else []), "")
-    found = answer.found
+    owned = answer.found
     rows = [
-        (name, _made_of(answer, name), f"{usd:,.0f}", f"{usd / found.gpu_hours:.3f}")
-        for name, usd in found.parts.items()
+        (name, _made_of(answer, name), f"{usd:,.0f}", f"{usd / owned.gpu_hours:.3f}")
+        for name, usd in owned.parts.items()
     ]
-    rows.append(("in all", "", f"{found.total:,.0f}", f"{found.total / found.gpu_hours:.3f}"))
+    rows.append(("in all", "", f"{owned.total:,.0f}", f"{owned.total / owned.gpu_hours:.3f}"))
     title = f"what owning costs in {_years(answer.years)}"
     heads = ["part", "made of", "USD", "USD per GPU-hour, used or not"]
     print_table(out, title, heads, rows, left=2)
@@ -255,20 +256,20 @@ def _sentences(answer: _Answer) -> list[str]:
 
 def _made_of(answer: _Answer, part: str) -> str:
     """Amounts and prices of a part."""
-    found, bought, costs = answer.found, answer.machine, answer.costs
-    given = {name: rate.value for name, rate in answer.given.items()}
+    owned, bought, costs = answer.found, answer.machine, answer.costs
+    values = {name: rate.value for name, rate in answer.given.items()}
     speed = scaled(bought.port_speed * 8, "bit/s")
-    tiers = " + ".join(f"{count:,}" for count in found.network.tiers) or "none"
+    tiers = " + ".join(f"{count:,}" for count in owned.network.tiers) or "none"
     return {
         "nodes": f"{counted(bought.gpus, 'GPU')} in {counted(bought.nodes, 'node')} at"
-        f" {given['node']} a GPU",
+        f" {values['node']} a GPU",
         "spare parts": f"{_share(costs.spares)} of the nodes",
         "switches": f"{tiers} of {costs.switch_ports} ports of {speed}, a tree without blocking",
-        "links": f"{found.network.links:,} of {speed}, two modules and a fibre each",
-        "colocation": f"{found.power_kw:,.0f} kW at {given['colocation']}",
-        "electricity": f"{found.energy_kwh / 1000:,.0f} MWh at the meter, PUE {bought.pue:g}, at"
-        f" {given['electricity']}",
-        "staff": f"{number(found.engineers)} at {costs.engineer * 31_557_600:,.0f} USD a year",
+        "links": f"{owned.network.links:,} of {speed}, two modules and a fibre each",
+        "colocation": f"{owned.power_kw:,.0f} kW at {values['colocation']}",
+        "electricity": f"{owned.energy_kwh / 1000:,.0f} MWh at the meter, PUE {bought.pue:g}, at"
+        f" {values['electricity']}",
+        "staff": f"{number(owned.engineers)} at {costs.engineer * 31_557_600:,.0f} USD a year",
         "interest": f"{_share(costs.capital)} a year on the mean of purchase and resale",
         "sold at the end": f"{_share(costs.resale**answer.years)} of nodes, spares and network:"
         f" {_share(costs.resale)} is kept each year",
@@ -280,7 +281,7 @@ def _numbers(answer: _Answer) -> list[tuple[str, ...]]:
     for name, rate in answer.given.items():
         wins = ""
         if name in answer.ends:
-            wins = " to ".join(_share(one.break_even) for one in answer.ends[name])
+            wins = " to ".join(_share(end.break_even) for end in answer.ends[name])
         shown = "price_per_gpu" if name == "rent" else f"{_OWN}{name}"
         ends = _ends(rate) if rate.low else ""
         rows.append((shown, rate.value, ends, wins, rate.date, rate.source.partition(":")[0]))
@@ -317,7 +318,7 @@ def _million(usd: float) -> str:
 
 def _plain(answer: _Answer) -> dict[str, Any]:
     """As plain values for JSON; what is infinite is None."""
-    found, bought = answer.found, answer.machine
+    owned, bought = answer.found, answer.machine
     break_even, used = answer.break_even, answer.per_used_hour
     billion = answer.billion
     return {
@@ -326,22 +327,22 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "gpus": bought.gpus,
         "nodes": bought.nodes,
         "years": answer.years,
-        "utilization": found.utilization,
-        "break_even": found.break_even,
+        "utilization": owned.utilization,
+        "break_even": owned.break_even,
         "break_even_low": break_even[0],
         "break_even_high": break_even[1],
-        "usd": found.total,
-        "usd_per_used_gpu_hour": found.per_used_hour,
+        "usd": owned.total,
+        "usd_per_used_gpu_hour": owned.per_used_hour,
         "usd_per_used_gpu_hour_low": used[0],
         "usd_per_used_gpu_hour_high": used[1],
         "rent_usd_per_gpu_hour": answer.rent,
         "trained": answer.result and {"strategy": answer.result.strategy, **asked(answer.result)},
         "usd_per_billion_tokens": billion and {"owning": billion[0], "renting": billion[1]},
-        "parts": dict(found.parts),
-        "network": asdict(found.network),
-        "power_kw": found.power_kw,
-        "energy_kwh": found.energy_kwh,
-        "engineers": found.engineers,
+        "parts": dict(owned.parts),
+        "network": asdict(owned.network),
+        "power_kw": owned.power_kw,
+        "energy_kwh": owned.energy_kwh,
+        "engineers": owned.engineers,
         "numbers": {name: asdict(rate) for name, rate in answer.given.items()},
         "power_numbers": [asdict(fact) for fact in _powers(answer)],
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -10,14 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from co2sim.cli import options, output
+from co2sim.common import convert
 from co2sim.common.cli import command_line, print_json, refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import number
 from co2sim.prediction.choose import RECOMPUTES
 from co2sim.prediction.question import Question
-from co2sim.prediction.step_factors import Goal, remark, scale_of
+from co2sim.prediction.step_factors import Goal
+from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.plan import commands, looked, nothing, plain, words
@@ -52,7 +54,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: Annotated[
         int | None,
         typer.Option(
-            parser=options.whole("--to-loss-steps"),
+            parser=partial(convert.whole, "--to-loss-steps"),
             metavar="N",
             help="Instead of --tokens: the steps after which ddp has the loss.",
         ),
@@ -130,14 +132,14 @@ def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
     return float(steps) * space.global_batch * model.tokens
 
 
-def _want(given: str | None, space: Any) -> Any:
+def _want(want: str | None, space: Any) -> Any:
     """What is wanted: by default the cheapest, where prices are known."""
-    if given is None:
+    if want is None:
         loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
         return "fastest" if loaded.price_per_gpu is None else "cheapest"
-    if given not in get_args(Want):
-        raise OptionError(f"--want is {given!r}; it must be one of {', '.join(get_args(Want))}")
-    return given
+    if want not in get_args(Want):
+        raise OptionError(f"--want is {want!r}; it must be one of {', '.join(get_args(Want))}")
+    return want
 
 
 def _answer(
@@ -201,11 +203,9 @@ def _print(
     more = f", the first {len(best)} of {len(answer.best)}" if len(answer.best) > len(best) else ""
     _print_options(out, f"the best by cluster and strategy{more}", best)
     print_lines(out, *looked(space, answer))
-    shown_best = ((one.result.strategy, scale_of(one.result)) for one in answer.best)
-    if line := remark(shown_best, answer.wanted.goal):
-        print_lines(out, line)
+    totals.print_worth(out, (option.result for option in answer.best), answer.wanted.goal)
     shown = answer.best[:1]
-    totals.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
+    print_lines(out, *totals.basis_lines([o.case for o in shown], [o.totals for o in shown]))
     print_assumed(out, [option.result for option in shown])
     if answer.choice:
         # to be copied: in one piece, whatever the width
@@ -213,41 +213,7 @@ def _print(
             out.print(Text(line), soft_wrap=True)
 
 
-def _print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
-    """A row for each, with days, GPU-hours, and money and energy where they are known."""
-    if not options:
-        return
-    money = options[0].totals.currency
-    stacks = len({one.case.stack for one in options if isinstance(one.case.stack, str)}) > 1
-    energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = [
-        "cluster",
-        "strategy",
-        "divided by",
-        "recompute",
-        "GPUs",
-        "micro-batch",
-        "days",
-        "90 %",
-        "GPU-hours",
-    ]
-    columns[2:2] = ["stack"] * stacks
-    columns += [money] if money else []
-    columns += ["MWh"] if energy else []
-    rows = []
-    for option in options:
-        total, case = option.totals, option.case
-        ends = (total.days_low, total.days_high)
-        row = [
-            *(offer_name(case.cluster), option.result.strategy),
-            *(case.mesh_words() or "-", case.recompute),
-            *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
-            f"{total.days:,.3g}",
-            "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
-            f"{total.gpu_hours:,.0f}",
-        ]
-        row[2:2] = [str(case.stack)] * stacks
-        row += [f"{total.cost:,.0f}"] if money else []
-        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
-        rows.append(row)
-    print_table(out, title, columns, rows, left=4)
+def _print_options(out: Console, title: str, candidates: Sequence[Candidate]) -> None:
+    if candidates:
+        shown = tables.options(candidates, at_length=False)
+        print_table(out, title, shown.columns, shown.rows, left=shown.texts)

@@ -37,14 +37,14 @@ def show(case: Question) -> None:
 
 def _with_numbers(case: Question) -> Question:
     """The case with numbers for "auto"; says of which batch they are, as `run` has another one."""
-    found = driver.resolve_auto(case)
-    if found.strategy != case.strategy:
+    chosen = driver.resolve_auto(case)
+    if chosen.strategy != case.strategy:
         print(
-            f"chosen for micro-batch {found.micro_batch} x {found.accumulation or 1}, recompute"
-            f" {found.recompute}; `co2sim run` has another batch unless you give it the same",
+            f"chosen for micro-batch {chosen.micro_batch} x {chosen.accumulation or 1}, recompute"
+            f" {chosen.recompute}; `co2sim run` has another batch unless you give it the same",
             file=sys.stderr,
         )
-    return found
+    return chosen
 
 
 @options.open_cases
@@ -79,13 +79,13 @@ def run(
         write_atomically({report: output.study_page(study)})
     pairs = list(zip(cases, results, strict=True))
     if json_:
-        found = [
+        answers = [
             result_to_dict(case, result, goal, tokens)
             | ({"verdict": asdict(verdict)} if verdict else {})
             | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
             for (case, result), verdict in zip(pairs, judged, strict=True)
         ]
-        print_json(found[0] if len(found) == 1 else found)
+        print_json(answers[0] if len(answers) == 1 else answers)
         return
     for case, result in pairs if not brief else []:
         print_simulated(case, result, driver.resolve_auto, goal, tokens)
@@ -94,7 +94,7 @@ def run(
     if brief or len(pairs) > 1:
         print_comparison(cases, results, goal, tokens, brief=brief)
     if evidence:
-        totals.print_remark(console(), results, goal)
+        totals.print_worth(console(), results, goal)
     print_verdicts([one for one in judged if one])
     output.print_where(report)
 
@@ -112,11 +112,11 @@ def trace(
     """Simulate, and write the timeline of every traced rank."""
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = driver.trace(_with_numbers(case), progress=None)
+    schedule, traced = driver.trace(_with_numbers(case), progress=None)
     if out.suffix == ".jsonl":
-        text = "".join(f"{line}\n" for line in found.to_json_lines())
+        text = "".join(f"{line}\n" for line in traced.to_json_lines())
     else:
-        text = json.dumps(found.to_chrome(schedule))
+        text = json.dumps(traced.to_chrome(schedule))
     write_atomically({out: text.encode()})
     opens = "" if out.suffix == ".jsonl" else "; open it at https://ui.perfetto.dev"
-    print(f"{len(found.spans)} spans of {found.rounds} rounds in {out}{opens}")
+    print(f"{len(traced.spans)} spans of {traced.rounds} rounds in {out}{opens}")

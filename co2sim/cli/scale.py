@@ -13,8 +13,7 @@ from co2sim.cli import options, output
 from co2sim.common.cli import print_json, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import counted, percent, scaled
-from co2sim.common.units import figures as shown
+from co2sim.common.units import counted, scaled
 from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
@@ -22,6 +21,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
+from co2sim.report.tables import COMPARED, comparison_cells
 from co2sim.report.text import result, totals
 from co2sim.report.text.result import (
     print_assumed,
@@ -229,18 +229,20 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
     trained = [] if tokens is None else totals.totals_for(cases, results, tokens, goal)
     if trained:
         where = [f"{totals.where(r)} of {c.cluster}" for c, r in zip(cases, results, strict=True)]
-        totals.print_answer(terminal, list(zip(where, results, trained, strict=True)))
+        answer = totals.sentences(list(zip(where, results, trained, strict=True)))
+        print_lines(terminal, *answer, "")
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
-    totals.print_remark(terminal, results, goal, "")
-    if trained:
+    totals.print_worth(terminal, results, goal, "")
+    if tokens is not None:
         rows = [
             [str(case.cluster), strategy_title(case.strategy), str(result.gpus)]
             for case, result in zip(cases, results, strict=True)
         ]
-        head, columns = f"to train {tokens:.4g} {results[0].unit}s", ("cluster", "strategy", "GPUs")
-        output.print_trained(terminal, head, columns, rows, cases, results, trained, left=2)
+        columns = ("cluster", "strategy", "GPUs")
+        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=2)
+        print_lines(terminal, *totals.basis_lines(cases, trained), "")
     if compared.comparisons:
         _print_published(terminal, compared.comparisons)
     elif published:
@@ -279,11 +281,11 @@ def _print_cluster(
     to_loss = totals.heads(results, goal)
     largest = [(case, result) for case, result in pairs if result.gpus == sizes[-1]]
     scaled_to = iter(efficiencies([case for case, _ in largest], [r for _, r in largest]))
-    known = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
+    ranged = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
     columns = [
         "strategy",
         *(str(size) for size in sizes),
-        *([f"{INTERVAL} at {sizes[-1]}"] if known else []),
+        *([f"{INTERVAL} at {sizes[-1]}"] if ranged else []),
         f"efficiency at {sizes[-1]}",
         f"exposed at {sizes[-1]}",
         f"batch at {sizes[-1]}",
@@ -299,7 +301,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([result.relative(last) if inside else "-"] if known else []),
+                *([result.relative(last) if inside else "-"] if ranged else []),
                 f"{efficiency:.1%}" if inside and efficiency is not None else "-",
                 f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
@@ -322,10 +324,10 @@ def _print_cluster(
     print_warnings(terminal, named)
 
 
-def _far(asked: Sequence[tuple[str, Result]]) -> str:
+def _far(named: Sequence[tuple[str, Result]]) -> str:
     """What to say of strategies that no published run is near."""
-    far = [strategy for strategy, result in asked if result.unlike_published]
-    which = "" if len(far) == len(asked) else f" to {', '.join(far)}"
+    far = [strategy for strategy, result in named if result.unlike_published]
+    which = "" if len(far) == len(named) else f" to {', '.join(far)}"
     return f"; no published run is near{which}" if far else ""
 
 
@@ -336,20 +338,15 @@ def _throughput(result: Result) -> str:
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
     """The cells by cluster; each row has the number of its note, and the notes follow."""
     notes = list(dict.fromkeys(c.cell.note for c in comparisons if c.cell.note))
-    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use", "note")
     for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
         rows = [
-            (
-                c.cell.strategy,
-                c.cell.kind.replace("_per_s", "/s").replace("_", " "),
-                "->".join(map(str, c.cell.sizes)),
-                shown(c.cell.value),
-                shown(c.predicted),
-                percent(c.error),
+            [
+                *comparison_cells(c),
                 c.cell.use,
                 str(notes.index(c.cell.note) + 1) if c.cell.note else "",
-            )
+            ]
             for c in group
         ]
+        columns = (*COMPARED, "use", "note")
         print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
-    print_lines(terminal, *(f"note {place}: {note}" for place, note in enumerate(notes, 1)), "")
+    print_lines(terminal, *(f"note {turn}: {note}" for turn, note in enumerate(notes, 1)), "")

@@ -14,15 +14,15 @@ from co2sim.common.cli import command_line, print_json
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import number, percent
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import tokens_of
+from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text.result import print_assumed, print_warnings, question
-from co2sim.report.text.solve import best, checks, plain, remarks, told, trainings, words
+from co2sim.report.text.solve import checks, plain, remarks, trainings, words
 from co2sim.studies import solve as study
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import MORE, Sensitivity, levers
@@ -84,13 +84,15 @@ def solve(  # noqa: PLR0917 - one argument per option
         )
         output.write_page(report, page(answers))
     if json_:
-        print_json([plain(one, moved, results) for one in solved])
+        print_json([plain(answer, moved, results) for answer in solved])
         return
     out = console()
-    print_lines(out, *(f"{words(one)}." for one in solved), *question([*results.values()]), "")
+    print_lines(
+        out, *(f"{words(answer)}." for answer in solved), *question([*results.values()]), ""
+    )
     print_warnings(out, results.items())
     for target in wanted:
-        _print_target(out, [one for one in solved if one.target == target])
+        _print_target(out, [answer for answer in solved if answer.target == target])
     _print_levers(out, moved)
     if line := remark(trainings(cases, results), goal):
         print_lines(out, line, "")
@@ -140,8 +142,8 @@ def _check(case: Question, path: str) -> None:
     """Refuse what is given, and solved for, too."""
     if path in case.overrides:
         raise OptionError(f"--set {path} is given, and solved for, too; leave it out")
-    given = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
-    if given is not None:
+    value = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
+    if value is not None:
         flag = f"--{path.replace('_', '-')}"
         raise OptionError(f"{flag} is given, and solved for, too; leave it out")
 
@@ -149,18 +151,9 @@ def _check(case: Question, path: str) -> None:
 def _print_target(out: Console, solved: Sequence[Solved]) -> None:
     """A row for each strategy, a column for each value."""
     target, axis = solved[0].target, solved[0].axis
-    metric = target.metric
-    title = f"{axis.path} for {target.name}: {metric.words}"
-    limits = [metric.shown(value, solved[0].currency) for value in target.values]
-    rows = [
-        [
-            strategy_title(one.case.strategy),
-            *(told(answer, axis) for answer in one.answers),
-            best(one),
-        ]
-        for one in solved
-    ]
-    print_table(out, title, ["strategy", *limits, "best"], rows, left=1 + len(limits))
+    title = f"{axis.path} for {target.name}: {target.metric.words}"
+    shown = tables.reached(solved)
+    print_table(out, title, shown.columns, shown.rows, left=shown.texts)
     print_lines(out, *remarks(solved), "")
 
 
@@ -171,18 +164,7 @@ def _print_levers(out: Console, moved: dict[str, list[Sensitivity]]) -> None:
     title = (
         f"as it is, {MORE - 1:.0%} more bandwidth or speed, or {MORE - 1:.0%} less latency, buys"
     )
-    rows = [
-        [
-            strategy,
-            lever.change,
-            percent(lever.gain, 2),
-            "-" if lever.gpus is None else number(lever.gpus),
-            "-"
-            if lever.worth_per_hour is None
-            else f"{lever.worth_per_hour:,.2f} {lever.currency}",
-        ]
-        for strategy, each in moved.items()
-        for lever in each
-    ]
-    columns = ["strategy", "number", "tokens/s", "as a number of GPUs", "worth per hour"]
+    shown = {strategy: tables.gains(levers) for strategy, levers in moved.items()}
+    rows = [[strategy, *row] for strategy, table in shown.items() for row in table.rows]
+    columns = ["strategy", *next(iter(shown.values())).columns]
     print_table(out, title, columns, rows, left=2)

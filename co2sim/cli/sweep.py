@@ -87,10 +87,10 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
     varied = set(paths)
     for path in (*paths, *_MAY_VARY):
         source, flag = context.get_parameter_source(path), f"--{path.replace('_', '-')}"
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and path in varied:
+        typed = source is not None and source.name == "COMMANDLINE"
+        if typed and path in varied:
             raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
-        if not given and path not in varied:
+        if not typed and path not in varied:
             raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
 
 
@@ -204,9 +204,9 @@ def _sweep(
         output.end_with_failures(map(setting_name, swept.settings), swept.outcomes, kept)
 
 
-def _refuse_beside_out(given: dict[str, object]) -> None:
+def _refuse_beside_out(flags: dict[str, object]) -> None:
     """What would need all cases in memory."""
-    for flag, value in given.items():
+    for flag, value in flags.items():
         if value is not None:
             raise OptionError(
                 f"{flag} and --out are both given; --out writes a folder of Parquet files, in the"
@@ -252,15 +252,15 @@ def _print(terminal: Console, swept: _Swept) -> None:
     to_loss = totals.heads(results, goal)
     columns += to_loss
     for row, outcome in zip(rows, outcomes, strict=True):
-        known = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
-        row.extend(known[: len(to_loss)])
+        loss = totals.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
+        row.extend(loss[: len(to_loss)])
     left = len(settings[0])
-    asked = [strategy_title(case.strategy) for case in cases]
+    titles = [strategy_title(case.strategy) for case in cases]
     taken = [
         how if isinstance(one, Failure) else one.strategy
-        for how, one in zip(asked, outcomes, strict=True)
+        for how, one in zip(titles, outcomes, strict=True)
     ]
-    if taken != asked:
+    if taken != titles:
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
@@ -273,15 +273,14 @@ def _print(terminal: Console, swept: _Swept) -> None:
             for setting, one, total in zip(settings, outcomes, trained, strict=True)
             if isinstance(one, Result)
         ]
-        totals.print_answer(terminal, trainings)
+        print_lines(terminal, *totals.sentences(trainings), "")
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
-    if trained:
-        head, paths = f"to train {tokens:.4g} {unit}s", list(settings[0])
+    if tokens is not None:
         texts = [[*map(display_name, setting.values())] for setting in settings]
-        output.print_trained(
-            terminal, head, paths, texts, cases, outcomes, trained, left=len(paths)
-        )
+        paths = list(settings[0])
+        totals.print_totals(terminal, tokens, paths, texts, outcomes, trained, left=len(paths))
+        print_lines(terminal, *totals.basis_lines(cases, trained), "")
     print_remarks(terminal, results)
     named = [
         (setting_name(setting, " "), one)
@@ -305,33 +304,21 @@ def _title(swept: _Swept) -> str:
 
 
 def _shared(swept: _Swept) -> list[str]:
-    """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
-    cases, results = swept.cases, swept.results
-    whole = len(results) == len(cases)
-
-    def same(shown: Callable[[Result], str], asked: Callable[[Question], object]) -> str:
-        """What all results show; where some are missing, if it was asked of all alike."""
-        alike = whole or len({str(asked(case)) for case in cases}) == 1
-        return _same([shown(result) for result in results]) if alike else ""
-
-    def inputs(case: Question) -> object:
-        return _names(case), sorted(case.overrides.items())
-
-    found = (
-        same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
-        same(lambda r: r.strategy, lambda case: display_name(case.strategy)),
-        same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
-    )
-    return [part for part in found if part]
-
-
-def _names(case: Question) -> str:
-    return f"{display_name(case.model)} on {display_name(case.cluster)}"
-
-
-def _same(texts: Sequence[str]) -> str:
-    """The text that all are, or none."""
-    return texts[0] if len(set(texts)) == 1 else ""
+    """What all cases have in common: inputs, strategy, GPUs; as asked for where some failed."""
+    if len(swept.results) == len(swept.cases):
+        rows = [
+            (f"{r.model} on {r.cluster}", r.strategy, counted(r.gpus, "GPU")) for r in swept.results
+        ]
+    else:
+        rows = [
+            (
+                f"{display_name(case.model)} on {display_name(case.cluster)}",
+                display_name(case.strategy),
+                counted(case.gpus, "GPU") if case.gpus else "",
+            )
+            for case in swept.cases
+        ]
+    return [column[0] for column in zip(*rows, strict=True) if len({*column}) == 1 and column[0]]
 
 
 def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:
@@ -342,7 +329,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
     print_sources(terminal, results)
-    totals.print_remark(terminal, results, goal)
+    totals.print_worth(terminal, results, goal)
     print_lines(terminal, "")
 
 
@@ -358,7 +345,7 @@ def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT
     cost = (
         "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}"
     )
-    cells = [*(one.shown(r) or "-" for one in in_table("sweep")), cost]
+    cells = [*(figure.shown(r) or "-" for figure in in_table("sweep")), cost]
     return cells[:count]
 
 

@@ -21,8 +21,7 @@ from functools import cache
 from itertools import chain
 from typing import Annotated, Any, get_args, get_type_hints
 
-from co2sim.catalog.facts import read
-from co2sim.catalog.specs import Rate, rates
+from co2sim.catalog.facts import Rate, rates, read
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.units import BytesPerSecond, Seconds, Watts, parse
 from co2sim.common.validation import Price, Quantity, check, fraction

@@ -31,7 +31,8 @@ def vega() -> str:
     """
     import vl_convert  # noqa: PLC0415 - an extra
 
-    kept = _cache() / f"vega-{version('vl-convert-python')}.js"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "co2sim"
+    kept = cache / f"vega-{version('vl-convert-python')}.js"
     if kept.is_file():
         return kept.read_text("utf-8")
     text = str(vl_convert.javascript_bundle(_SHOWN)).replace("</script", "<\\/script")
@@ -40,20 +41,11 @@ def vega() -> str:
     return text
 
 
-def _cache() -> Path:
-    """The folder of the user's cache, as the XDG base directories have it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "co2sim"
-
-
-def check(flag: str, path: Path | None, *, charts: bool = True) -> None:
-    """Refuse, before long work begins, what is no page, cannot be written or cannot be drawn.
-
-    A page without `charts` needs no extra.
-    """
+def check(flag: str, path: Path | None) -> None:
+    """Refuse, before long work begins, what is no page, cannot be written or cannot be drawn."""
     if path is None:
         return
     if path.suffix != ".html":
         raise OptionError(f"{flag} {path}: the file must end in .html")
     check_writable(path.parent)
-    if charts:
-        check_installed()
+    check_installed()

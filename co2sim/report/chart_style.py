@@ -10,7 +10,7 @@ import altair as alt
 import vl_convert
 
 from co2sim.common.plots import COLOURS
-from co2sim.report.tables import Answered
+from co2sim.common.units import number
 from co2sim.schedule.schedule import Kind
 from co2sim.studies.targets import Axis
 
@@ -18,6 +18,8 @@ Spec: TypeAlias = dict[str, Any]
 Encoding: TypeAlias = dict[str, Any]
 """Channels of a chart by name."""
 Rows: TypeAlias = list[dict[str, Any]]
+Ranged: TypeAlias = tuple[float, float | None, float | None]
+"""A figure, and the ends of its 90 % interval, None where it has none."""
 Drawn: TypeAlias = Any
 """A chart of Altair, whose methods forget of which kind it is."""
 
@@ -113,14 +115,50 @@ STRATEGIES = alt.Y(
 """One below the other, each option on its own line, in the middle of the bar."""
 
 
-def high(group: Sequence[Answered]) -> int:
+def high(names: Sequence[str]) -> int:
     """Pixels for bars with the labels of strategies, all as high as the highest label needs."""
-    return len(group) * row_height(max(1 + one.strategy.count(", ") for one in group))
+    lines = max(1 + name.count(", ") for name in names)
+    return len(names) * max(ROW, 8 + _LINE * lines)
 
 
-def row_height(lines: int) -> int:
-    """Pixels of a row, by the lines of its label."""
-    return max(ROW, 8 + _LINE * lines)
+def figure_row(
+    strategy: str, figure: Ranged, *, fits: bool, memory: str = "", **where: Any
+) -> dict[str, Any]:
+    """A figure with its interval, also as texts for tips; `where` it is drawn.
+
+    `memory` says more than whether it `fits`.
+    """
+    value, low, high = figure
+    ends = {} if low is None or high is None else {"low": low, "high": high}
+    return {
+        "strategy": strategy,
+        "value": value,
+        "low": None,
+        "high": None,
+        "shown": number(value),
+        "interval": " to ".join(map(number, ends.values())),
+        "fits": fits,
+        "memory": memory or ("fits" if fits else "DOES NOT FIT"),
+        **ends,
+        **where,
+    }
+
+
+def figure_tips(unit: str, *where: alt.Tooltip) -> list[alt.Tooltip]:
+    """What is said of a `figure_row`."""
+    return [
+        alt.Tooltip("strategy:N"),
+        *where,
+        alt.Tooltip("shown:N", title=unit),
+        alt.Tooltip("interval:N", title="90 % interval"),
+        alt.Tooltip("memory:N"),
+    ]
+
+
+def ends_of(rows: Rows) -> list[float]:
+    """All that an axis of `figure_row`s has to have room for."""
+    values = (row[key] for row in rows for key in ("value", "low", "high"))
+    return [value for value in values if value is not None]
 
 
 def fit_points(rows: Rows, encoding: Encoding, **mark: Any) -> list[alt.Chart]:
@@ -167,11 +205,28 @@ def banded(
     encoding: Encoding = {"x": x, "y": y, "color": colour}
     thin = faded(names, BAND if several else 2 * BAND, band=True)
     thick = {} if several else {"strokeWidth": 5}
-    behind = interval(rows, "y", encoding | {"opacity": thin}, area=several, **thick)
+    has_ends = any(row["low"] is not None for row in rows)
+    band = interval(rows, "y", encoding | {"opacity": thin}, area=several, **thick)
     encoding["opacity"] = faded(names)
     lines = [alt.Chart(data(rows)).mark_line().encode(**encoding)] if several else []
     points = fit_points(rows, encoding | {"shape": shape, "tooltip": list(tips)}, size=60)
-    return picked([behind, *lines, *points], names)
+    return picked([*([band] if has_ends else []), *lines, *points], names)
+
+
+def ranged_bars(
+    rows: Rows, encoding: Encoding, opacity: float, tips: Sequence[alt.Tooltip], ink: str = TEXT
+) -> Drawn:
+    """A bar for each `figure_row`, pale where it does not fit, and a line for its interval.
+
+    Bars have the colour of the `encoding`, or else the `ink` of the lines.
+    """
+    faint = alt.condition("datum.fits", alt.value(opacity), alt.value(0.4 * opacity))
+    fill = alt.Undefined if "color" in encoding else ink
+    bars = (
+        alt.Chart(data(rows)).mark_bar(color=fill).encode(**encoding, opacity=faint, tooltip=tips)
+    )
+    across = {key: channel for key, channel in encoding.items() if key != "color"}
+    return alt.layer(bars, interval(rows, "x", across, strokeWidth=2, color=ink))
 
 
 def stacked(source: alt.Data, x: alt.X, y: alt.Y, colour: alt.Color, tips: Sequence[Any]) -> Drawn:
@@ -280,7 +335,7 @@ def equality(x: alt.X, y: alt.Y, ends: Sequence[float]) -> Drawn:
 
 def cycled(values: Sequence[str], count: int) -> list[str]:
     """This number of values, from the first on again where they are too few."""
-    return [values[place % len(values)] for place in range(count)]
+    return [values[turn % len(values)] for turn in range(count)]
 
 
 def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:

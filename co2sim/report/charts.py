@@ -4,8 +4,10 @@ And the picture of `co2sim scale`.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from textwrap import wrap
 from typing import Any
 
@@ -16,7 +18,6 @@ from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.totals import Totals
 from co2sim.report.chart_style import (
     BAND,
     BROWN,
@@ -32,6 +33,7 @@ from co2sim.report.chart_style import (
     TEXT,
     Drawn,
     Encoding,
+    Ranged,
     Rows,
     Spec,
     banded,
@@ -40,7 +42,10 @@ from co2sim.report.chart_style import (
     by_strategy,
     coloured,
     data,
+    ends_of,
     faded,
+    figure_row,
+    figure_tips,
     fit_points,
     gpu_axis,
     high,
@@ -49,7 +54,6 @@ from co2sim.report.chart_style import (
     log_ticks,
     of_works,
     picked,
-    row_height,
     scale_of,
     spec,
     stacked,
@@ -72,20 +76,18 @@ _ALONE = alt.Y("strategy:N", title=None, axis=None)
 """A single bar, whose name is in the title."""
 
 
-def shares(group: Sequence[Answered]) -> Spec:
-    """What the time of a round goes to, a bar for each strategy."""
-    return spec(share_bars([(one.strategy, one.result) for one in group]), high(group))
+def shares(named: Sequence[tuple[str, Result]], *, in_legend: bool = False) -> Drawn:
+    """What the time of a round goes to, a bar for each result behind its name.
 
-
-def share_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Drawn:
-    """As `shares`. `told` writes the values of a single result into the legend."""
+    `in_legend` writes the values of a single result into the legend.
+    """
     rows: Rows = [
-        {"strategy": name, "part": part, "share": share, "place": place}
+        {"strategy": name, "part": part, "share": share, "place": order}
         for name, result in named
-        for place, (part, share) in enumerate(parts(result).items())
-        if share or not told
+        for order, (part, share) in enumerate(parts(result).items())
+        if share or not in_legend
     ]
-    if not told:
+    if not in_legend:
         return shares_of(data(rows))
     values = {row["part"]: f"{row['share']:.1%}" for row in rows}
     return shares_of(data(rows), [part for part in PARTS if part in values], _ALONE, values)
@@ -122,27 +124,22 @@ def parts(result: Result) -> dict[str, float]:
     return {part: time / whole for part, time in zip(PARTS, times, strict=True)}
 
 
-def memory(group: Sequence[Answered]) -> Spec:
-    """Memory of a GPU by item, a bar for each strategy, beside what the GPU has."""
-    return spec(memory_bars([(one.strategy, one.result) for one in group]), high(group))
-
-
-def memory_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Drawn:
-    """As `memory`. `told` writes the values of a single result into the legend."""
+def memory(named: Sequence[tuple[str, Result]], *, in_legend: bool = False) -> Drawn:
+    """Memory of a GPU by item, a bar for each result, beside what the GPU has; see `shares`."""
     rows: Rows = [
-        {"strategy": name, "item": item, "size": size / GIB, "place": place}
+        {"strategy": name, "item": item, "size": size / GIB, "place": order}
         for name, result in named
-        for place, (item, size) in enumerate(result.memory_bytes_per_gpu.items())
+        for order, (item, size) in enumerate(result.memory_bytes_per_gpu.items())
         if item != "total" and size
     ]
-    has = named[0][1].gpu_memory_bytes / GIB
+    capacity = named[0][1].gpu_memory_bytes / GIB
     items = {row["item"]: _OF_ITEMS.get(row["item"], GREY) for row in rows}
-    values = {row["item"]: f"{row['size']:.3g} GiB" for row in rows} if told else {}
+    values = {row["item"]: f"{row['size']:.3g} GiB" for row in rows} if in_legend else {}
     x = alt.X("size:Q", title="GiB on a GPU")
-    colour = coloured("item", items, _legend(values, columns=3 if told else 2))
+    colour = coloured("item", items, _legend(values, columns=3 if in_legend else 2))
     tips = ["strategy:N", "item:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")]
-    bars = stacked(data(rows), x, _ALONE if told else STRATEGIES, colour, tips)
-    return alt.layer(bars, memory_line(data([{"size": has}]), "size:Q"))
+    bars = stacked(data(rows), x, _ALONE if in_legend else STRATEGIES, colour, tips)
+    return alt.layer(bars, memory_line(data([{"size": capacity}]), "size:Q"))
 
 
 def memory_line(source: alt.Data, field: str) -> Drawn:
@@ -172,9 +169,9 @@ _OF_ITEMS = {
 """States are violet, what the passes keep is green, buffers are pink, and the rest is grey."""
 
 
-def gains(found: Sequence[Sensitivity]) -> Spec:
+def gains(levers: Sequence[Sensitivity]) -> Spec:
     """What a tenth more of each number gives."""
-    rows = [{"change": one.change, "gain": one.gain} for one in found]
+    rows = [{"change": lever.change, "gain": lever.gain} for lever in levers]
     chart = (
         alt.Chart(data(rows))
         .mark_bar(color=TEXT, opacity=FAINT)
@@ -193,13 +190,13 @@ def timeline(rounds: Collection[Round], fixed: Mapping[str, str] | None = None) 
     `fixed` are kinds that come last, with their own colours.
     """
     colours = kinds_of(rounds, fixed or {})
-    lanes = max(len({bar.stream for bar in one.bars}) for one in rounds)
+    lanes = max(len({bar.stream for bar in shown.bars}) for shown in rounds)
     return spec(timeline_bars([], colours, 1).add_params(ZOOM), ROW * lanes)
 
 
 def kinds_of(rounds: Iterable[Round], fixed: Mapping[str, str]) -> dict[str, str]:
     """Colours of the kinds of bars; `fixed` are kinds that come last, with their own."""
-    here = dict.fromkeys(bar.kind for one in rounds for bar in one.bars)
+    here = dict.fromkeys(bar.kind for shown in rounds for bar in shown.bars)
     last = {kind: colour for kind, colour in fixed.items() if kind in here}
     return of_works([kind for kind in here if kind not in fixed]) | last
 
@@ -244,18 +241,18 @@ def front(
     point is the number of GPUs. With `offers` colours are those of clusters, and shapes those of
     strategies; without, the other way round.
     """
-    known = [one for one in every if one.totals is not None]
-    priced = [one for one in known if one.totals and one.totals.cost is not None]
-    currencies = {one.totals.currency for one in priced if one.totals}
-    if not known or (not priced and not hours) or len(currencies) > 1:
+    trained = [entry for entry in every if entry.totals is not None]
+    priced = [entry for entry in trained if _cost(entry)]
+    currencies = {entry.totals.currency for entry in priced if entry.totals}
+    if not trained or (not priced and not hours) or len(currencies) > 1:
         return None
-    shown = priced or known
-    rows = [_training(one) for one in shown]
+    shown = priced or trained
+    rows = [_training(entry) for entry in shown]
     least = {id(row) for row in _undominated([row for row in rows if row["fits"]])}
-    said = {id(one): words for words, one in (marked or {}).items()}
-    for row, one in zip(rows, shown, strict=True):
+    words_of = {id(entry): words for words, entry in (marked or {}).items()}
+    for row, entry in zip(rows, shown, strict=True):
         row["front"] = id(row) in least
-        row["mark"] = said.get(id(one))
+        row["mark"] = words_of.get(id(entry))
     log = alt.Scale(type="log", nice=False, padding=24 if marked else 16)
     x = alt.X("days:Q", scale=log, title="days", axis=_axis("~r", rows, "days"))
     unit = str(currencies.pop()) if currencies else "GPU-hours"
@@ -267,9 +264,11 @@ def front(
         alt.Tooltip("cost:Q", format=",.3~s", title=unit),
         alt.Tooltip("front:N", title="nothing is cheaper and faster"),
     ]
+    undominated = alt.Chart(data([row for row in rows if row["front"]]))
+    joined = undominated.mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
     layers = [
         *_intervals(rows, x, y, log, looks["color"], names),
-        *_joined([row for row in rows if row["front"]], x, y),
+        *([joined] if least else []),
         *fit_points(rows, {"x": x, "y": y, "opacity": faded(names), "tooltip": tips, **looks}),
         *_marks([row for row in rows if row["mark"]], x, y),
         *(_limit(name, value, log) for name, value in (limits or {}).items()),
@@ -287,8 +286,8 @@ def _looks(
     every: Sequence[Answered], names: Sequence[str], *, offers: bool
 ) -> dict[str, alt.Color | alt.Shape | alt.Size]:
     """Of a point: what is a colour, a shape, and a size."""
-    clusters = [one.cluster for one in every]
-    sizes = sorted({one.result.gpus for one in every})
+    clusters = [entry.cluster for entry in every]
+    sizes = sorted({entry.result.gpus for entry in every})
     ticks = [sizes[0], sizes[len(sizes) // 2], sizes[-1]] if len(sizes) > 3 else sizes  # noqa: PLR2004
     size = alt.Size("gpus:Q", title="GPUs", legend=None)
     if len(sizes) > 1:
@@ -324,32 +323,22 @@ def _intervals(
             yield rule.encode(**encoding, color=colour, opacity=thin)
 
 
-def _joined(line: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
-    """What nothing beats, dashed."""
-    if line:
-        yield alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
-
-
-def _training(one: Answered) -> dict[str, Any]:
+def _training(entry: Answered) -> dict[str, Any]:
     """A row; GPU-hours where there is no price."""
-    found = one.totals
-    assert found is not None
-    free = found.cost is None
-    per_day = found.gpu_hours / found.days
-    ends = (found.days_low, found.days_high)
+    totals = entry.totals
+    assert totals is not None
+    per_day = totals.gpu_hours / totals.days
+    ends = (totals.days, totals.days_low, totals.days_high)
     hours = [None if days is None else days * per_day for days in ends]
+    spent = _cost(entry) or hours
     return {
-        "name": f"{one.strategy}, {one.result.gpus} GPUs, {one.cluster}",
-        "strategy": one.strategy,
-        "cluster": one.cluster,
-        "gpus": one.result.gpus,
-        "days": found.days,
-        "cost": found.gpu_hours if free else found.cost,
-        "days_low": found.days_low,
-        "days_high": found.days_high,
-        "cost_low": hours[0] if free else found.cost_low,
-        "cost_high": hours[1] if free else found.cost_high,
-        "fits": one.result.fits_in_memory,
+        "name": f"{entry.strategy}, {entry.result.gpus} GPUs, {entry.cluster}",
+        "strategy": entry.strategy,
+        "cluster": entry.cluster,
+        "gpus": entry.result.gpus,
+        **dict(zip(("days", "days_low", "days_high"), ends, strict=True)),
+        **dict(zip(("cost", "cost_low", "cost_high"), spent, strict=True)),
+        "fits": entry.fits,
     }
 
 
@@ -372,16 +361,11 @@ def _limit(name: str, value: float, log: alt.Scale) -> Any:
 
 def _undominated(rows: Rows) -> Rows:
     """Those that no other one beats in both days and money."""
-    return [
-        row
-        for row in rows
-        if not any(
-            other["days"] <= row["days"]
-            and other["cost"] <= row["cost"]
-            and (other["days"], other["cost"]) != (row["days"], row["cost"])
-            for other in rows
-        )
-    ]
+    front: Rows = []
+    for row in sorted(rows, key=itemgetter("days", "cost")):
+        if not front or row["cost"] < front[-1]["cost"]:
+            front.append(row)
+    return front
 
 
 _WIDTH = 340
@@ -400,27 +384,19 @@ def chart(
     What does not fit in memory is not drawn, unless nothing fits. `uneven` says what makes ranks
     differ.
     """
-    misfits = list(dict.fromkeys(one.strategy for one in results if not one.fits_in_memory))
-    if not all(one.strategy in misfits for one in results):
-        pairs = [pair for pair in zip(cases, results, strict=True) if pair[1].fits_in_memory]
-        cases, results = [case for case, _ in pairs], [result for _, result in pairs]
-    names = list(dict.fromkeys(result.strategy for result in results))
+    misfits = list(dict.fromkeys(r.strategy for r in results if not r.fits_in_memory))
     pairs = [*zip(cases, results, strict=True)]
+    pairs = [(case, result) for case, result in pairs if result.fits_in_memory] or pairs
+    results = [result for _, result in pairs]
+    names = list(dict.fromkeys(result.strategy for result in results))
+    entries = [Answered(str(case.cluster), r.strategy, case, r, None) for case, r in pairs]
     panels = [
-        _panel(
-            [result for _, result in group],
-            names,
-            [
-                one
-                for one in comparisons
-                if one.cell.cluster == cluster and one.cell.strategy in names
-            ],
-        )
-        for cluster, group in groupby(pairs, key=lambda pair: str(pair[0].cluster))
+        _panel(list(group), names, _published(comparisons, cluster, names))
+        for cluster, group in groupby(entries, key=lambda entry: entry.cluster)
     ]
     first, width = results[0], len(panels) * _WIDTH // _LETTER
     heading = f"{first.model}, {shared_batch(results)}, {first.precision}"
-    signs = ["Bands are 90 % intervals"] if any(map(_known, results)) else []
+    signs = ["Bands are 90 % intervals"] if any(r.tokens_per_s_low for r in results) else []
     signs += ["stars are published"] if comparisons else []
     signs += [] if all(r.fits_in_memory for r in results) else ["hollow: does not fit in memory"]
     signs += [f"not drawn where it does not fit: {', '.join(misfits)}"] if misfits else []
@@ -432,72 +408,128 @@ def chart(
     return alt.hconcat(*panels, title=title).resolve_scale(y="shared")
 
 
-def _known(result: Result) -> bool:
-    return result.tokens_per_s_low is not None
-
-
-def _panel(
-    results: Sequence[Result], names: Sequence[str], comparisons: Sequence[SpeedComparison]
-) -> Any:
-    rows: Rows = [
-        {
-            "strategy": one.strategy,
-            "gpus": one.gpus,
-            "value": one.tokens_per_s_per_gpu,
-            "low": None if one.tokens_per_s_low is None else one.tokens_per_s_low / one.gpus,
-            "high": None if one.tokens_per_s_high is None else one.tokens_per_s_high / one.gpus,
-            "fits": one.fits_in_memory,
-        }
-        for one in results
-    ]
-    stars: Rows = [
-        {
-            "strategy": one.cell.strategy,
-            "gpus": one.cell.gpus,
-            "value": one.cell.value / one.cell.gpus,
-        }
-        for one in comparisons
-        if not one.cell.over
+def _panel(group: Sequence[Answered], names: Sequence[str], stars: Rows) -> Any:
+    measure = Measure("", f"{group[0].result.unit}s/s per GPU", ",d", _per_gpu)
+    rows = measure.rows(group)
+    stars = [
+        {key: star[key] for key in ("strategy", "gpus")} | {"value": star["value"] / star["gpus"]}
+        for star in stars
     ]
     sizes = sorted({row["gpus"] for row in (*rows, *stars)})
     x = gpu_axis(sizes)
     y = alt.Y(
         "value:Q",
-        title=f"{results[0].unit}s/s per GPU",
+        title=measure.unit,
         scale=alt.Scale(zero=True),
-        axis=alt.Axis(format=",d"),
+        axis=alt.Axis(format=measure.ticks),
     )
     layers = banded(rows, x, y, names, [], several=len({row["gpus"] for row in rows}) > 1)
     if stars:
         layers.append(_stars(stars, x, y, names, 200, 2))
     title = alt.TitleParams(
-        wrap(results[0].cluster, _WIDTH // _LETTER), fontSize=11, fontWeight="normal"
+        wrap(group[0].result.cluster, _WIDTH // _LETTER), fontSize=11, fontWeight="normal"
     )
     return alt.layer(*layers, title=title, width=_WIDTH, height=HEIGHT)
 
 
-def scaling(
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of a case with its interval, in `unit`; None where it is not known.
+
+    `ticks` is the format of its axis.
+    """
+
+    title: str
+    unit: str
+    ticks: str
+    of: Callable[[Answered], Ranged | None]
+
+    def rows(self, group: Iterable[Answered]) -> Rows:
+        """Of the cases that have it, over their GPUs."""
+        rows = []
+        for entry in group:
+            result = entry.result
+            if figure := self.of(entry):
+                memory = result.misfit or result.memory_fit
+                fits, gpus = result.fits_in_memory, result.gpus
+                row = figure_row(entry.strategy, figure, fits=fits, memory=memory, gpus=gpus)
+                rows.append(row)
+        return rows
+
+
+def speed(unit: str) -> Measure:
+    """Throughput in these units a second."""
+    return Measure(f"{unit}s/s of all GPUs", f"{unit}s/s", "~s", _speed)
+
+
+def cost(currency: str) -> Measure:
+    """Money for the tokens that were asked for."""
+    return Measure(f"Cost, {currency}", currency, "~s", _cost)
+
+
+def _speed(entry: Answered) -> Ranged:
+    result = entry.result
+    return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
+
+
+def _per_gpu(entry: Answered) -> Ranged:
+    value, *ends = _speed(entry)
+    gpus = entry.result.gpus
+    low, high = (None if end is None else end / gpus for end in ends)
+    return value / gpus, low, high
+
+
+def _days(entry: Answered) -> Ranged | None:
+    totals = entry.totals
+    return None if totals is None else (totals.days, totals.days_low, totals.days_high)
+
+
+def _cost(entry: Answered) -> Ranged | None:
+    totals = entry.totals
+    if totals is None or totals.cost is None:
+        return None
+    return totals.cost, totals.cost_low, totals.cost_high
+
+
+DAYS = Measure("Days", "days", ",~r", _days)
+"""Those of the training that was asked for."""
+
+
+_GPUS = alt.Tooltip("gpus:Q", title="GPUs")
+
+
+def over_gpus(
     group: Sequence[Answered],
     names: Sequence[str],
-    comparisons: Iterable[SpeedComparison] = (),
+    measure: Measure,
     every: Sequence[Answered] = (),
+    comparisons: Iterable[SpeedComparison] = (),
 ) -> Spec:
-    """Throughput over GPUs, one line a strategy; bands are 90 % intervals, stars are published.
+    """A figure over GPUs, one line a strategy; bands are 90 % intervals, stars are published.
 
     All cases of the group are of one cluster; `names` are the strategies of the page, and the axis
-    has room for `every` case of it, so that clusters can be compared.
+    has room for `every` case of it, so that clusters can be compared. Where all are of one size
+    there is a point with its interval for each strategy, one below the other.
     """
-    rows = [_speed(one) for one in group]
-    unit = f"{group[0].result.unit}s/s"
-    stars = _published(comparisons, group[0], set(names))
-    if alone(group) and not stars:
-        return _each(rows, names, unit, ",.0f", "~s")
-    layers, x, y = _over_gpus(rows, names, unit, ",.0f", "~s", map(_speed, every))
+    rows, shown = measure.rows(group), group[0]
+    stars: Rows = []
+    # nothing is published of those in which something else was varied
+    if shown.cluster in {display_name(shown.case.cluster), offer_name(shown.case.cluster)}:
+        stars = _published(comparisons, display_name(shown.case.cluster), names)
+    if len({entry.result.gpus for entry in group}) == 1 and not stars:
+        return _points(rows, names, measure)
+    ends = ends_of(measure.rows(every))
+    sizes = sorted({row["gpus"] for row in rows})
+    domain = [min(ends), max(ends)] if ends else alt.Undefined
+    log = alt.Scale(type="log", nice=False, padding=10, domain=domain)
+    axis = alt.Axis(format=measure.ticks, values=log_ticks(ends))
+    x, y = gpu_axis(sizes), alt.Y("value:Q", title=measure.unit, scale=log, axis=axis)
+    layers = banded(rows, x, y, names, figure_tips(measure.unit, _GPUS), several=len(sizes) > 1)
     if stars:
         tips = [
             alt.Tooltip("strategy:N"),
             alt.Tooltip("gpus:Q", title="GPUs"),
-            alt.Tooltip("value:Q", title=f"published {unit}", format=",.0f"),
+            alt.Tooltip("value:Q", title=f"published {measure.unit}", format=",.0f"),
             alt.Tooltip("error:Q", title="predicted is off by", format="+.1%"),
         ]
         layers.append(_stars(stars, x, y, names, 160, 1.5).encode(tooltip=tips))
@@ -512,94 +544,35 @@ def _stars(
     return mark.encode(x=x, y=y, color=by_colour("strategy", names))
 
 
-def days(group: Sequence[Answered], names: Sequence[str], every: Sequence[Answered] = ()) -> Spec:
-    """Days of the training over GPUs, as `scaling`; cases without totals have none."""
-    rows = [_days(one, one.totals) for one in group if one.totals]
-    if alone(group):
-        return _each(rows, names, "days", ",.3~g", ",~r")
-    others = (_days(one, one.totals) for one in every if one.totals)
-    layers, _, _ = _over_gpus(rows, names, "days", ",.3~g", ",~r", others)
-    return spec(alt.layer(*layers), HEIGHT)
-
-
-def _days(one: Answered, totals: Totals) -> dict[str, Any]:
-    low, high = totals.days_low, totals.days_high
-    return _speed(one) | {
-        "value": totals.days,
-        "low": low,
-        "high": high,
-        "interval": _interval(low, high, ",.3g"),
-    }
-
-
-def alone(group: Sequence[Answered]) -> bool:
-    """Whether all are of one size: then there is no line to draw."""
-    return len({one.result.gpus for one in group}) == 1
-
-
-def _each(rows: Rows, names: Sequence[str], unit: str, shown: str, ticks: str) -> Spec:
-    """A point with its interval for each strategy, one below the other."""
+def _points(rows: Rows, names: Sequence[str], measure: Measure) -> Spec:
     colour = by_strategy(names)[0].copy().legend(None)
-    axis = alt.Axis(format=ticks, tickCount=5)
-    x = alt.X("value:Q", title=unit, scale=scale_of(log=False), axis=axis)
+    axis = alt.Axis(format=measure.ticks, tickCount=5)
+    x = alt.X("value:Q", title=measure.unit, scale=scale_of(log=False), axis=axis)
     encoding: Encoding = {"x": x, "y": STRATEGIES, "color": colour}
-    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
     layers = [interval(rows, "x", encoding, strokeWidth=5, opacity=2 * BAND)]
-    layers += fit_points(rows, encoding | {"tooltip": tips}, size=90, opacity=1)
-    most = max(1 + row["strategy"].count(", ") for row in rows)
-    return spec(alt.layer(*layers), len(rows) * row_height(most))
+    layers += fit_points(
+        rows, encoding | {"tooltip": figure_tips(measure.unit, _GPUS)}, size=90, opacity=1
+    )
+    return spec(alt.layer(*layers), high([row["strategy"] for row in rows]))
 
 
-def _tips(unit: str, shown: str) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("gpus:Q", title="GPUs"),
-        alt.Tooltip("value:Q", title=unit, format=shown),
-        alt.Tooltip("interval:N", title="90 % interval"),
-        alt.Tooltip("memory:N"),
-    ]
-
-
-def _over_gpus(
-    rows: Rows,
-    names: Sequence[str],
-    unit: str,
-    shown: str,
-    ticks: str,
-    every: Iterable[dict[str, Any]] = (),
-) -> tuple[list[alt.Chart], alt.X, alt.Y]:
-    """The layers of a figure over GPUs, and its axes, with room for every row of the page."""
-    ends = [v for row in every for v in (row["value"], row["low"], row["high"]) if v is not None]
-    sizes = sorted({row["gpus"] for row in rows})
-    x = gpu_axis(sizes)
-    log = alt.Scale(type="log", nice=False, padding=10)
-    if ends:
-        log = alt.Scale(type="log", nice=False, domain=[min(ends), max(ends)], padding=10)
-    axis = alt.Axis(format=ticks, values=log_ticks(ends))
-    y = alt.Y("value:Q", title=unit, scale=log, axis=axis)
-    tips = [alt.Tooltip("strategy:N"), *_tips(unit, shown)]
-    return banded(rows, x, y, names, tips, several=len(sizes) > 1), x, y
-
-
-def _interval(low: float | None, high: float | None, shown: str) -> str:
-    return "" if low is None or high is None else f"{low:{shown}} to {high:{shown}}"
-
-
-def scaled(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
+def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     """Throughput per GPU, relative to one node; None for a single size, or where none is known."""
-    rows: Rows = [
-        {
-            "strategy": one.strategy,
-            "gpus": one.result.gpus,
-            "value": one.efficiency,
-            "exposed": one.result.exposed_share,
-        }
-        for one in group
-        if one.efficiency is not None
+    rows = [
+        figure_row(
+            entry.strategy,
+            (entry.efficiency, None, None),
+            fits=entry.fits,
+            gpus=entry.result.gpus,
+            shown=f"{entry.efficiency:.1%}",
+            exposed=f"{entry.result.exposed_share:.1%}",
+        )
+        for entry in group
+        if entry.efficiency is not None
     ]
     sizes = sorted({row["gpus"] for row in rows})
     if len(sizes) < 2:  # noqa: PLR2004
         return None
-    colour, shape = by_strategy(names)
     most = max(1.0, *(row["value"] for row in rows))
     y = alt.Y(
         "value:Q",
@@ -607,44 +580,24 @@ def scaled(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
         axis=alt.Axis(format=".0%", tickCount=5),
         scale=alt.Scale(domain=[0, most], nice=False),
     )
-    tips = [
-        *("strategy:N", "gpus:Q"),
-        alt.Tooltip("value:Q", format=".1%", title="relative to one node"),
-        alt.Tooltip("exposed:Q", format=".1%", title="exposed communication"),
-    ]
-    base = alt.Chart(data(rows)).encode(x=gpu_axis(sizes), y=y, color=colour, opacity=faded(names))
-    points = base.mark_point(size=60, filled=True).encode(shape=shape, tooltip=tips)
-    return spec(alt.layer(*picked([base.mark_line(), points], names)), HEIGHT)
+    exposed = alt.Tooltip("exposed:N", title="exposed communication")
+    tips = [*figure_tips("relative to one node", _GPUS)[:3], exposed]
+    return spec(alt.layer(*banded(rows, gpu_axis(sizes), y, names, tips, several=True)), HEIGHT)
 
 
-def _speed(one: Answered) -> dict[str, Any]:
-    result = one.result
-    low, high = result.tokens_per_s_low, result.tokens_per_s_high
-    return {
-        "strategy": one.strategy,
-        "gpus": result.gpus,
-        "value": result.tokens_per_s,
-        "low": low,
-        "high": high,
-        "interval": _interval(low, high, ",.0f"),
-        "fits": result.fits_in_memory,
-        "memory": result.misfit or result.memory_fit,
-    }
-
-
-def _published(comparisons: Iterable[SpeedComparison], shown: Answered, names: set[str]) -> Rows:
-    """Of the cluster of a case, but for those in which something else was varied."""
-    if shown.cluster not in {display_name(shown.case.cluster), offer_name(shown.case.cluster)}:
-        return []
+def _published(
+    comparisons: Iterable[SpeedComparison], cluster: str, names: Collection[str]
+) -> Rows:
+    """Throughputs of these strategies on a cluster."""
     return [
         {
-            "strategy": one.cell.strategy,
-            "gpus": one.cell.gpus,
-            "value": one.cell.value,
-            "error": one.error,
+            "strategy": comparison.cell.strategy,
+            "gpus": comparison.cell.gpus,
+            "value": comparison.cell.value,
+            "error": comparison.error,
         }
-        for one in comparisons
-        if not one.cell.over
-        and one.cell.cluster == display_name(shown.case.cluster)
-        and one.cell.strategy in names
+        for comparison in comparisons
+        if not comparison.cell.over
+        and comparison.cell.cluster == cluster
+        and comparison.cell.strategy in names
     ]

@@ -68,8 +68,8 @@ def link(kind: str, content: str) -> str:
 
 def asset(name: str, package: str = _PACKAGE) -> Markup:
     """A script or style of this package, never text from an input."""
-    found = (resources.files(package) / "templates" / name).read_text("utf-8")
-    return Markup(found)  # noqa: S704 - ours
+    text = (resources.files(package) / "templates" / name).read_text("utf-8")
+    return Markup(text)  # noqa: S704 - ours
 
 
 MAX_ROUNDS = 12
@@ -147,7 +147,7 @@ class Page:
 
 def _lead(sections: Sequence[PageSection]) -> tuple[str, Figure] | None:
     """The first chart of a page, with its section; None where something else comes before it."""
-    first = next((one for one in sections if one.figures), None)
+    first = next((section for section in sections if section.figures), None)
     return (first.key, first.figures[0]) if first and first.figures[0].chart else None
 
 
@@ -155,9 +155,9 @@ def render(page: Page) -> bytes:
     """The file. Without a chart there is no script in it, and no extra needed."""
     sections = [section for section in page.sections if not section.empty]
     charts: dict[str, Any] = {
-        f"{section.key}-{place}": figure.chart
+        f"{section.key}-{figure_number}": figure.chart
         for section in sections
-        for place, figure in enumerate(section.figures)
+        for figure_number, figure in enumerate(section.figures)
         if figure.chart is not None
     }
     lead = _lead(sections) if page.facts else None
@@ -203,15 +203,15 @@ def from_markdown(text: str, *, deeper: int = 0) -> Markup:
             block.tag = f"h{min(6, int(block.tag[1]) + deeper)}"
         for token in block.children or ():
             if token.type == "image":
-                _to_text(token)
+                token.type, token.tag, token.children = "text", "", None
     return Markup(parser.renderer.render(shown, parser.options, {}))  # noqa: S704 - escaped by the parser
 
 
 def _framed(blocks: Sequence[Token]) -> Iterator[Token]:
     """The blocks, with tables and code in boxes that scroll."""
-    for place, block in enumerate(blocks):
+    for start, block in enumerate(blocks):
         if block.type == "table_open":
-            yield _html(_WIDE.format(label=_label(blocks[place:])))
+            yield _html(_WIDE.format(label=_label(blocks[start:])))
         if block.type in _CODE:
             yield _html(_WIDE.format(label="code"))
         style = block.attrs.pop("style", "") if block.type in {"th_open", "td_open"} else ""
@@ -235,8 +235,3 @@ def _label(blocks: Sequence[Token]) -> str:
 
 def _html(text: Markup) -> Token:
     return Token("html_block", "", 0, content=str(text))
-
-
-def _to_text(token: Token) -> None:
-    """A picture of another page, as the text that stands for it."""
-    token.type, token.tag, token.children = "text", "", None

@@ -27,12 +27,16 @@ from co2sim.report.chart_style import (
     by_strategy,
     coloured,
     data,
+    ends_of,
+    figure_row,
+    figure_tips,
     gpu_axis,
     inked,
-    interval,
     of_works,
+    ranged_bars,
+    wide,
 )
-from co2sim.report.charts import ZOOM, kinds_of, memory_bars, share_bars, timeline_bars
+from co2sim.report.charts import ZOOM, kinds_of, memory, shares, timeline_bars
 from co2sim.report.rounds import kind_of, round_of
 from co2sim.schedule.schedule import Op, Schedule
 from co2sim.simulation.trace import Trace
@@ -51,17 +55,19 @@ _CUT = 110
 def of_result(result: Result) -> alt.VConcatChart:
     """What a round is spent on, above what the memory of a GPU holds."""
     named = [(result.strategy, result)]
-    shares, memory = share_bars(named, told=True), memory_bars(named, told=True)
+    bars = shares(named, in_legend=True), memory(named, in_legend=True)
     length = duration(result.round_time_s)
     has, needs = result.gpu_memory_bytes / GIB, result.memory_bytes_per_gpu["total"] / GIB
     fits = f"; {result.misfit}" if result.misfit else ""
     size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed){fits}"
     steps = counted(result.steps_per_round, "step")
-    charts = [
-        shares.properties(title=f"A round of {steps} takes {length}"),
-        memory.properties(title=f"Memory of a GPU: {size}"),
-    ]
-    chart = alt.vconcat(*[one.properties(width=_WIDTH, height=2 * ROW) for one in charts])
+    titles = f"A round of {steps} takes {length}", f"Memory of a GPU: {size}"
+    chart = alt.vconcat(
+        *(
+            drawn.properties(title=title, width=_WIDTH, height=2 * ROW)
+            for drawn, title in zip(bars, titles, strict=True)
+        )
+    )
     chart = chart.resolve_scale(color="independent")
     where = f"{counted(result.gpus, 'GPU')} of {result.cluster}"
     shown: alt.VConcatChart = _shown(chart, result.strategy, where, result.model)
@@ -78,13 +84,13 @@ def of_trace(trace: Trace, schedule: Schedule, rank: int | None = None) -> alt.C
     if rank not in traced:
         few = f"{', '.join(map(str, traced[:8]))}{', ...' if len(traced) > 8 else ''}"  # noqa: PLR2004
         raise OptionError(f"rank is {rank}, which was not traced; traced: {few or 'none'}")
-    found = round_of(schedule, trace, traced.index(rank), _WIDTH)
-    rows = [bar.to_dict() for bar in found.bars]
-    lanes = {bar.stream for bar in found.bars}
-    chart = timeline_bars(rows, kinds_of([found], {}), found.length).add_params(ZOOM)
+    shown_round = round_of(schedule, trace, traced.index(rank), _WIDTH)
+    rows = [bar.to_dict() for bar in shown_round.bars]
+    lanes = {bar.stream for bar in shown_round.bars}
+    chart = timeline_bars(rows, kinds_of([shown_round], {}), shown_round.length).add_params(ZOOM)
     count = trace.ranks[rank]
     stands = f", which stands for {count:,} equal ranks" if count > 1 else ""
-    length = duration(found.length / 1e3)
+    length = duration(shown_round.length / 1e3)
     shown: alt.Chart = _shown(
         chart.properties(width=_WIDTH, height=2 * ROW * len(lanes)),
         schedule.name,
@@ -216,45 +222,45 @@ def _runs(schedule: Schedule) -> list[_Stretch]:
     awaited = {
         wait.op for op in schedule.body for wait in op.after if streams[wait.op] != op.stream
     }
-    found: list[list[Op]] = []
+    runs: list[list[Op]] = []
     for op in schedule.body:
         waits = any(streams[wait.op] != op.stream for wait in op.after)
-        last = found[-1][-1] if found else None
+        last = runs[-1][-1] if runs else None
         if last and last.stream == op.stream and last.name not in awaited and not waits:
-            found[-1].append(op)
+            runs[-1].append(op)
         else:
-            found.append([op])
-    return [_Stretch(tuple(ops)) for ops in found]
+            runs.append([op])
+    return [_Stretch(tuple(ops)) for ops in runs]
 
 
 def _follow(runs: Sequence[_Stretch]) -> Rows:
     """A stream runs its ops one by one."""
-    own: dict[str, list[_Stretch]] = {}
+    by_stream: dict[str, list[_Stretch]] = {}
     for run in runs:
-        own.setdefault(run.stream, []).append(run)
+        by_stream.setdefault(run.stream, []).append(run)
     return [
-        {"op": one.name, "stream": one.stream, "for": other.name, "to": other.stream}
-        for along in own.values()
-        for one, other in pairwise(along)
+        {"op": before.name, "stream": before.stream, "for": after.name, "to": after.stream}
+        for along in by_stream.values()
+        for before, after in pairwise(along)
     ]
 
 
 def _waits(runs: Sequence[_Stretch]) -> tuple[Rows, int]:
     """The waits for ops of other streams, and how many are for ops that are not shown."""
-    known = {op.name: run for run in runs for op in run.ops}
-    asked = [(wait, run) for run in runs for wait in run.ops[0].after]
-    found = [
+    run_of = {op.name: run for run in runs for op in run.ops}
+    waits = [(wait, run) for run in runs for wait in run.ops[0].after]
+    rows = [
         {
-            "op": known[wait.op].name,
-            "stream": known[wait.op].stream,
+            "op": run_of[wait.op].name,
+            "stream": run_of[wait.op].stream,
             "for": run.name,
             "to": run.stream,
             "earlier": bool(wait.rounds_ago),
         }
-        for wait, run in asked
-        if wait.op in known and known[wait.op].stream != run.stream
+        for wait, run in waits
+        if wait.op in run_of and run_of[wait.op].stream != run.stream
     ]
-    return found, sum(wait.op not in known for wait, _ in asked)
+    return rows, sum(wait.op not in run_of for wait, _ in waits)
 
 
 def _remarks(schedule: Schedule, runs: Sequence[_Stretch], hidden: int, waits: Rows) -> list[str]:
@@ -274,14 +280,12 @@ _MAX = 5000
 """Rows of a chart."""
 _NAMES = {"cluster": "cluster_key", "model": "model_key", "gpus": "gpus"}
 """Columns that hold what some paths vary."""
-_WIDE = 10
-"""A range from which on the axis is logarithmic: the most, divided by the least."""
 
 
 def framed(frame: Any, y: str, x: str | None) -> tuple[Drawn, str, list[str]]:
     """The chart, its title, and remarks on what it shows. Raises OptionError for what is none."""
     _check(frame, y, x)
-    asked = len(frame)
+    count = len(frame)
     numbers = _numbers(frame, y)
     frame = frame.assign(**{y: numbers})[numbers.notna()].reset_index(drop=True)
     if frame.empty:
@@ -297,8 +301,8 @@ def framed(frame: Any, y: str, x: str | None) -> tuple[Drawn, str, list[str]]:
     else:
         chart = _lines(rows, across, unit, joined=across in differ)
         remarks = _table_remarks(rows, y, "Bands", "Hollow points")
-    if len(frame) < asked:
-        remarks.append(f"{counted(asked - len(frame), 'row')} without this figure left out.")
+    if len(frame) < count:
+        remarks.append(f"{counted(count - len(frame), 'row')} without this figure left out.")
     return chart, unit, [_in_common(frame), *remarks]
 
 
@@ -317,9 +321,9 @@ def _check(frame: Any, y: str, x: str | None) -> None:
 
 def _numbers(frame: pd.DataFrame, y: str) -> "pd.Series[float]":
     """The column as floats; rows that failed have none."""
-    given = frame[y]
-    numbers = pd.to_numeric(given, errors="coerce").astype(float)
-    if given.dtype == bool or (numbers.isna() & given.notna()).any():
+    column = frame[y]
+    numbers = pd.to_numeric(column, errors="coerce").astype(float)
+    if column.dtype == bool or (numbers.isna() & column.notna()).any():
         raise OptionError(f"{y!r} is no column of numbers")
     return numbers
 
@@ -352,26 +356,13 @@ def _apart(frame: pd.DataFrame, across: str, name: str) -> bool:
 def _rows(frame: pd.DataFrame, y: str, across: str | None, series: Sequence[str]) -> Rows:
     kinds = {str(name).partition("(")[0] for name in frame.get("strategy", [])}
     alone = kinds.pop() if len(kinds) == 1 else "all"
-    low, high = (
-        frame[name] if name in frame else pd.Series([None] * len(frame))
-        for name in (f"{y}_low", f"{y}_high")
-    )
-    fits = frame["fits_in_memory"] if "fits_in_memory" in frame else [True] * len(frame)
     rows = []
-    for place, (_, row) in enumerate(frame.iterrows()):
-        ends = [None if pd.isna(end[place]) else float(end[place]) for end in (low, high)]
-        rows.append(
-            {
-                "strategy": ", ".join(_word(name, row[name]) for name in series) or alone,
-                "at": _plain(row[across]) if across else "",
-                "value": float(row[y]),
-                "low": ends[0] if None not in ends else None,
-                "high": ends[1] if None not in ends else None,
-                "interval": f"{ends[0]:,.4g} to {ends[1]:,.4g}" if None not in ends else "-",
-                "fits": bool(fits[place]),
-                "memory": "fits" if fits[place] else "DOES NOT FIT",
-            }
-        )
+    for row in frame.to_dict("records"):
+        low, high = (row.get(f"{y}_{end}") for end in ("low", "high"))
+        figure = row[y], None if pd.isna(low) else low, None if pd.isna(high) else high
+        name = ", ".join(_word(name, row[name]) for name in series) or alone
+        fits = bool(row.get("fits_in_memory", True))
+        rows.append(figure_row(name, figure, fits=fits, at=row[across] if across else ""))
     return rows
 
 
@@ -383,24 +374,19 @@ def _word(name: str, value: Any) -> str:
     return f"{value}" if path in {name, "strategy"} else f"{path}={value}"
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
 def _lines(rows: Rows, across: str, unit: str, *, joined: bool) -> Drawn:
     names = [row["strategy"] for row in rows]
-    places = _ordered([row["at"] for row in rows])
+    stops = _ordered([row["at"] for row in rows])
     title = across.removeprefix(VARIED).replace("gpus", "GPUs")
-    x = alt.X("at:N", title=title, sort=places, axis=alt.Axis(labelAngle=0))
+    x = alt.X("at:N", title=title, sort=stops, axis=alt.Axis(labelAngle=0))
     if across == "gpus":
-        x = gpu_axis(places[:_TICKS], "at")
-    elif all(isinstance(place, int | float) for place in places):
+        x = gpu_axis(stops[:_TICKS], "at")
+    elif all(isinstance(stop, int | float) for stop in stops):
         x = alt.X("at:Q", title=title, scale=alt.Scale(zero=False, padding=16))
-    values = [row[key] for row in rows for key in ("value", "low", "high") if row[key] is not None]
-    wide = min(values) > 0 and max(values) > _WIDE * min(values)
-    scale = alt.Scale(type="log", nice=False, padding=10) if wide else alt.Scale(zero=True)
+    log = alt.Scale(type="log", nice=False, padding=10)
+    scale = log if wide(ends_of(rows)) else alt.Scale(zero=True)
     y = alt.Y("value:Q", title=unit, scale=scale, axis=alt.Axis(format="~s"))
-    tips = [*_tips(unit), alt.Tooltip("at:N", title=title)]
+    tips = figure_tips(unit, alt.Tooltip("at:N", title=title))
     layers = banded(rows, x, y, names, tips, several=joined)
     return alt.layer(*layers).properties(height=HEIGHT)
 
@@ -412,40 +398,26 @@ _TICKS = 40
 def _bars(rows: Rows, unit: str) -> Drawn:
     """Names alone differ: a bar for each, with its interval."""
     names = [row["strategy"] for row in rows]
-    colour, _ = by_strategy(names)
-    y = alt.Y("strategy:N", sort=None, title=None, axis=alt.Axis(labelLimit=300))
-    base = alt.Chart(data(rows)).encode(y=y, tooltip=_tips(unit))
-    axis = alt.Axis(format="~s", tickCount=8)
-    bars = base.mark_bar().encode(
-        x=alt.X("value:Q", title=unit, axis=axis),
-        color=colour.legend(None),
-        opacity=alt.condition("datum.fits", alt.value(0.9), alt.value(0.35)),
-    )
-    encoding = {"x": alt.X("value:Q", title=unit), "y": y, "tooltip": _tips(unit)}
-    ends = interval(rows, "x", encoding, color="#000000", strokeWidth=2)
-    return alt.layer(bars, ends).properties(height=ROW * len(set(names)))
-
-
-def _tips(unit: str) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("strategy:N", title="what"),
-        alt.Tooltip("value:Q", title=unit, format=",.4~g"),
-        alt.Tooltip("interval:N"),
-        alt.Tooltip("memory:N"),
-    ]
+    encoding = {
+        "x": alt.X("value:Q", title=unit, axis=alt.Axis(format="~s", tickCount=8)),
+        "y": alt.Y("strategy:N", sort=None, title=None, axis=alt.Axis(labelLimit=300)),
+        "color": by_strategy(names)[0].legend(None),
+    }
+    bars = ranged_bars(rows, encoding, 0.9, figure_tips(unit), "#000000")
+    return bars.properties(height=ROW * len(set(names)))
 
 
 def _ordered(values: Sequence[Any]) -> list[Any]:
     """Each value once: quantities by size, whatever the order of the rows; others as they come."""
-    known = list(dict.fromkeys(values))
-    if all(isinstance(value, int | float) for value in known):
-        return sorted(known)
+    distinct = list(dict.fromkeys(values))
+    if all(isinstance(value, int | float) for value in distinct):
+        return sorted(distinct)
     for unit in EXAMPLES:
         try:
-            return sorted(known, key=lambda value, unit=unit: parse(value, unit))  # type: ignore[misc]
+            return sorted(distinct, key=lambda value, unit=unit: parse(value, unit))  # type: ignore[misc]
         except UnitError:
             continue
-    return known
+    return distinct
 
 
 def _title(frame: pd.DataFrame, y: str) -> str:
@@ -461,11 +433,11 @@ def _title(frame: pd.DataFrame, y: str) -> str:
 
 def _in_common(frame: pd.DataFrame) -> str:
     """The model and the cluster of all rows, where there is one."""
-    found: list[str] = []
+    shared: list[str] = []
     for names in (("model", "model_key"), ("cluster", "cluster_key")):
-        known = [name for name in names if name in frame and len(frame[name].unique()) == 1]
-        found.extend(str(frame[name].iloc[0]) for name in known[:1])
-    return " on ".join(found)
+        columns = [name for name in names if name in frame and len(frame[name].unique()) == 1]
+        shared.extend(str(frame[name].iloc[0]) for name in columns[:1])
+    return " on ".join(shared)
 
 
 def _table_remarks(rows: Rows, y: str, intervals: str, misfits: str) -> list[str]:

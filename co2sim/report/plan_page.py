@@ -7,11 +7,9 @@ from functools import cached_property
 
 import altair as alt
 
-from co2sim.common.units import counted, number, scaled
+from co2sim.common.units import counted, scaled
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import Question
-from co2sim.prediction.step_factors import remark, scale_of
-from co2sim.prediction.totals import Totals
 from co2sim.report import charts, sections
 from co2sim.report.chart_style import (
     ROW,
@@ -25,7 +23,7 @@ from co2sim.report.chart_style import (
 )
 from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
-from co2sim.report.tables import Answered, Table, ranged
+from co2sim.report.tables import Answered, Table, options
 from co2sim.report.text import plan, totals
 from co2sim.report.text.result import question
 from co2sim.studies.candidates import Candidate, Space
@@ -44,33 +42,7 @@ _PARTS = {
 """Shares of the time where parts fail."""
 
 
-def spent(options: Sequence[Candidate]) -> Table:
-    """What each option takes: days, GPU-hours, and money and energy where they are known."""
-    money = next((o.totals.currency for o in options if o.totals.currency), None)
-    energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = ["cluster", "strategy", "divided by", "recompute", "GPUs", "micro-batch", "days"]
-    columns += ["GPU-hours"]
-    columns += [money] if money else []
-    columns += ["MWh"] if energy else []
-    columns += ["memory of a GPU"]
-    return Table(columns, [_option(one, bool(money), energy) for one in options], 4)
-
-
-def _option(option: Candidate, money: bool, energy: bool) -> list[str]:  # noqa: FBT001
-    case, found, result = option.case, option.totals, option.result
-    row = [
-        *(offer_name(case.cluster), result.strategy, case.mesh_words() or "-"),
-        case.recompute,
-        *(f"{result.gpus:,}", f"{case.micro_batch} x {result.accumulation}"),
-        ranged(found.days, found.days_low, found.days_high),
-        f"{found.gpu_hours:,.0f}",
-    ]
-    row += [ranged(found.cost, found.cost_low, found.cost_high)] if money else []
-    row += ["-" if found.energy_kwh is None else number(found.energy_kwh / 1000)] * energy
-    return [*row, scaled(result.memory_bytes_per_gpu["total"], "B")]
-
-
-def breaks(found: Iterable[BreakEven]) -> Table:
+def breaks(turns: Iterable[BreakEven]) -> Table:
     """Where each number turns the answer."""
     rows = [
         [
@@ -79,7 +51,7 @@ def breaks(found: Iterable[BreakEven]) -> Table:
             f"{'above' if turn.above else 'below'} {turn.shown_at}",
             turn.winner,
         ]
-        for turn in found
+        for turn in turns
     ]
     return Table(("number", "now", "turns", "who wins there"), rows)
 
@@ -87,31 +59,28 @@ def breaks(found: Iterable[BreakEven]) -> Table:
 def useful(named: Mapping[str, Answered]) -> Table | None:
     """What becomes of the time, and energy, a column for each; None where neither is known."""
     rows = []
-    shares = [_shares(one) for one in named.values()]
+    shares = [_shares(entry) for entry in named.values()]
     for part, words in _PARTS.items():
         if any(shares):
-            cells = [f"{found[part]:.2%}" if found else "-" for found in shares]
+            cells = [f"{parts_of[part]:.2%}" if parts_of else "-" for parts_of in shares]
             rows.append([f"share of the time: {words}", *cells])
-    totals = [one.totals for one in named.values() if one.totals]
-    if any(one.power_w is not None for one in totals):
-        power = ["-" if one.power_w is None else scaled(one.power_w, "W") for one in totals]
+    trained = [entry.totals for entry in named.values() if entry.totals]
+    if any(total.power_w is not None for total in trained):
+        power = ["-" if total.power_w is None else scaled(total.power_w, "W") for total in trained]
         rows.append(["average power, at the meter", *power])
-        rows.append(["energy, kWh", *map(_energy, totals)])
-    if any(one.co2e_kg is not None for one in totals):
-        carbon = [ranged(one.co2e_kg, one.co2e_kg_low, one.co2e_kg_high) for one in totals]
-        rows.append(["carbon, kg CO2e", *carbon])
-    heads = [f"{words}: {one.strategy}" if words else one.strategy for words, one in named.items()]
+        rows.append(["energy, kWh", *(totals.ranged(total, "energy_kwh") for total in trained)])
+    if any(total.co2e_kg is not None for total in trained):
+        rows.append(["carbon, kg CO2e", *(totals.ranged(total, "co2e_kg") for total in trained)])
+    heads = [
+        f"{text}: {entry.strategy}" if text else entry.strategy for text, entry in named.items()
+    ]
     return Table(("of the training", *heads), rows) if rows else None
 
 
-def _shares(one: Answered) -> dict[str, float] | None:
-    cluster, model = one.case.load()
-    found = goodput_of(one.result, cluster.value, model.value, optimizer=one.case.optimizer)
-    return None if found is None else {name: getattr(found.shares, name) for name in _PARTS}
-
-
-def _energy(found: Totals) -> str:
-    return ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
+def _shares(entry: Answered) -> dict[str, float] | None:
+    cluster, model = entry.case.load()
+    goodput = goodput_of(entry.result, cluster.value, model.value, optimizer=entry.case.optimizer)
+    return None if goodput is None else {name: getattr(goodput.shares, name) for name in _PARTS}
 
 
 _MOST = 3
@@ -149,8 +118,8 @@ class Planned:
     @cached_property
     def shown(self) -> list[Answered]:
         """Every option of the page, once."""
-        others = [one for one in self.front if one not in self.best]
-        return [_answered(one) for one in (*self.best, *others)]
+        others = [option for option in self.front if option not in self.best]
+        return [_answered(option) for option in (*self.best, *others)]
 
     @cached_property
     def traded(self) -> dict[str, Answered]:
@@ -159,13 +128,13 @@ class Planned:
         others = (self.found.choice, self.found.runner_up)
         if best is None or best in others or best not in self.front:
             return {}
-        return {"best trade": next(one for one in self.shown if one.result is best.result)}
+        return {"best trade": next(entry for entry in self.shown if entry.result is best.result)}
 
     @cached_property
     def named(self) -> dict[str, Answered]:
         """The choice and the runner-up, as far as there are."""
-        found = {"choice": self.found.choice, "runner-up": self.found.runner_up}
-        return {words: self.shown[self.best.index(one)] for words, one in found.items() if one}
+        options = {"choice": self.found.choice, "runner-up": self.found.runner_up}
+        return {name: self.shown[self.best.index(c)] for name, c in options.items() if c}
 
 
 def _answered(option: Candidate) -> Answered:
@@ -191,7 +160,7 @@ def page(planned: Planned) -> Page:
             sections.gains({named[0].title: planned.levers} if named else {}),
             _useful(planned),
             sections.trust(planned.shown, named or planned.shown[:1]),
-            sections.inputs_of((display_name(one), replace(job, cluster=one)) for one in clusters),
+            sections.inputs_of((display_name(c), replace(job, cluster=c)) for c in clusters),
             PageSection("looked", "What was looked at", notes=_looked(planned)),
         ],
         commands=_commands(planned),
@@ -201,28 +170,28 @@ def page(planned: Planned) -> Page:
 
 def _heading(planned: Planned) -> str:
     """Model, tokens and batch; the offer that was chosen, and how."""
-    found, space = planned.found, planned.space
+    answer, space = planned.found, planned.space
     result = planned.shown[0].result
-    asked = f"{result.model}, {totals.short(found.wanted.tokens)} {result.unit}s"
-    asked += f", {counted(space.global_batch, 'sample')} a step"
-    if found.choice is None:
+    job = f"{result.model}, {totals.short(answer.wanted.tokens)} {result.unit}s"
+    job += f", {counted(space.global_batch, 'sample')} a step"
+    if answer.choice is None:
         offers = " or ".join(map(offer_name, space.clusters))
-        return f"{asked}: nothing of {offers} is within the limits"
-    return f"{asked}: {'so far ' if found.interrupted else ''}{plan.named(found.choice)}"
+        return f"{job}: nothing of {offers} is within the limits"
+    return f"{job}: {'so far ' if answer.interrupted else ''}{plan.named(answer.choice)}"
 
 
 def _facts(planned: Planned) -> dict[str, list[str]]:
     """The first screen: the choice, what comes near, how sure, what turns it, and the evidence."""
-    found = planned.found
+    answer = planned.found
     first = planned.named.get("choice", planned.shown[0])
-    if found.choice is None:
+    if answer.choice is None:
         return {"Why": _answer(planned)[:1], "Evidence": sections.evidence(first)}
-    spent_ = plan.spends(found.choice)
+    spent_ = plan.spends(answer.choice)
     facts = {
-        "Asked with": question([found.choice.result]),
-        "It takes": [*spent_, *plan.limits(found, found.choice)],
-        "Best trade of days against money": plan.traded(found, brief=True),
-        "Comes next": plan.others(found),
+        "Asked with": question([answer.choice.result]),
+        "It takes": [*spent_, *plan.limits(answer, answer.choice)],
+        "Best trade of days against money": plan.traded(answer, brief=True),
+        "Comes next": plan.others(answer),
         "How sure": sections.surest(first, *_doubts(planned)),
         "What would change it": [
             *(
@@ -239,20 +208,20 @@ def _facts(planned: Planned) -> dict[str, list[str]]:
 
 def _answer(planned: Planned) -> list[str]:
     """The words of the terminal but for the doubts."""
-    found = planned.found
-    said = plan.words(found, planned.turns, planned.levers)
-    if found.choice is None:
+    answer = planned.found
+    said = plan.words(answer, planned.turns, planned.levers)
+    if answer.choice is None:
         return [f"{said[0][0].upper()}{said[0][1:]}."]
-    doubts = plan.doubts(found)
+    doubts = plan.doubts(answer)
     return [text for text in said if text not in doubts]
 
 
 def _doubts(planned: Planned) -> list[str]:
-    found = planned.found
-    said = plan.doubts(found)
+    answer = planned.found
+    said = plan.doubts(answer)
     if not planned.interrupted:
         return said
-    if found.interrupted:
+    if answer.interrupted:
         return ["This plan was interrupted.", *said]
     return ["This plan was interrupted: what would change the answer was not looked at.", *said]
 
@@ -260,8 +229,8 @@ def _doubts(planned: Planned) -> list[str]:
 def _groups(planned: Planned) -> dict[str, list[Answered]]:
     """By cluster, the options that have bars, the number of GPUs in their names."""
     groups = sections.by_cluster(
-        replace(one, strategy=f"{one.strategy}, {counted(one.result.gpus, 'GPU')}")
-        for one in planned.shown[: min(len(planned.best), _MAX_BARS)]
+        replace(entry, strategy=f"{entry.strategy}, {counted(entry.result.gpus, 'GPU')}")
+        for entry in planned.shown[: min(len(planned.best), _MAX_BARS)]
     )
     return dict(sorted(groups.items()))
 
@@ -269,11 +238,11 @@ def _groups(planned: Planned) -> dict[str, list[Answered]]:
 def _options(planned: Planned) -> PageSection:
     """Days against money: all options of the page."""
     wanted, shown = planned.found.wanted, planned.shown
-    several = len({one.cluster for one in shown}) > 1
+    several = len({entry.cluster for entry in shown}) > 1
     limits = {"days": wanted.deadline, "cost": wanted.budget}
     chart = charts.front(
         shown,
-        [one.strategy for one in shown],
+        [entry.strategy for entry in shown],
         planned.named | planned.traded,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
@@ -286,10 +255,10 @@ def _options(planned: Planned) -> PageSection:
         note = (
             f"{coded}The size is the number of GPUs. Lines are 90 % intervals of the speed,"
             " together with the range of the price. Nothing is cheaper and faster than what the"
-            f" dashed line joins.{dotted}{picking([one.strategy for one in shown])}"
+            f" dashed line joins.{dotted}{picking([entry.strategy for entry in shown])}"
         )
         label_ = "money, or GPU-hours, by days, a point for each option"
-        figures.append(Figure("", note, label_, chart, spent(planned.front)))
+        figures.append(Figure("", note, label_, chart, options(planned.front)))
     return PageSection("options", "Days and money", figures=figures)
 
 
@@ -298,7 +267,7 @@ def _best(planned: Planned) -> PageSection:
     note = "The first is the choice, the second the runner-up." if planned.named else ""
     left = len(planned.found.best) - len(planned.best)
     note += f" {left:,} more are left out." if left else ""
-    figure = Figure("", note, table=spent(planned.best))
+    figure = Figure("", note, table=options(planned.best))
     return PageSection("best", "The best by cluster and strategy", figures=[figure])
 
 
@@ -324,9 +293,9 @@ def _turns_chart(turns: Sequence[BreakEven]) -> Spec:
             "what": f"{turn.what}\n{turn.shown_now} → {turn.shown_at}: {turn.winner} wins",
             "now": 1.0,
             "times": turn.at / turn.now,
-            "place": place,
+            "place": row,
         }
-        for place, turn in enumerate(turns)
+        for row, turn in enumerate(turns)
     ]
     log = alt.Scale(type="log", nice=False, padding=16)
     x = alt.X("times:Q", title="times what it is now", scale=log, axis=alt.Axis(format="~r"))
@@ -348,9 +317,9 @@ def _turns_chart(turns: Sequence[BreakEven]) -> Spec:
 def _timelines(planned: Planned) -> Timelines | None:
     """The choice's above the runner-up's."""
     rounds = {
-        f"{words}: {one.title}": last_round(one.case)
-        for words, one in planned.named.items()
-        if one.case.pp == 1
+        f"{words}: {entry.title}": last_round(entry.case)
+        for words, entry in planned.named.items()
+        if entry.case.pp == 1
     }
     if not rounds:  # pipelines have no round that all ranks follow
         return None
@@ -366,16 +335,15 @@ def _useful(planned: Planned) -> PageSection:
         "Failures and energy",
         figures=[Figure("", table=table)] if table else [],
         notes=totals.basis_lines(
-            [one.case for one in named.values()], [one.totals for one in named.values()]
+            [entry.case for entry in named.values()],
+            [entry.totals for entry in named.values()],
         ),
     )
 
 
 def _looked(planned: Planned) -> list[str]:
     lines = list(plan.looked(planned.space, planned.found))
-    said = remark(
-        ((one.strategy, scale_of(one.result)) for one in planned.shown), planned.found.wanted.goal
-    )
+    said = totals.worth((entry.result for entry in planned.shown), planned.found.wanted.goal)
     return [*lines, said] if said else lines
 
 
@@ -390,12 +358,12 @@ def _commands(planned: Planned) -> list[str]:
 
 
 def _files(planned: Planned) -> dict[str, tuple[str, str]]:
-    found = planned.found
-    cases: list[Question] = [one.case for one in planned.shown]
-    results = [one.result for one in planned.shown]
-    wanted = found.wanted
+    answer = planned.found
+    cases: list[Question] = [entry.case for entry in planned.shown]
+    results = [entry.result for entry in planned.shown]
+    wanted = answer.wanted
     frame = to_frame(cases, results, goal=wanted.goal, tokens=wanted.tokens)
-    plain = plan.plain(found, planned.turns, planned.levers)
+    plain = plan.plain(answer, planned.turns, planned.levers)
     return {
         "plan.csv": ("text/csv", frame.to_csv(index=False)),
         "plan.json": ("application/json", json.dumps(plain, indent=1)),

@@ -59,7 +59,7 @@ def last_round(case: Question) -> Round:
     return round_of(*driver.trace(case))
 
 
-def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIXELS) -> Round:
+def round_of(schedule: Schedule, trace: Trace, rank: int = 0, parts: int = _PIXELS) -> Round:
     """The last round of a trace: from the end of the last compute op before it on.
 
     `place` is that of the rank among those traced. What began before the round, or ends behind it,
@@ -68,7 +68,7 @@ def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIX
     three bars on a stream for each part.
     """
     during = window(trace, schedule, 1)
-    starts, ends = (times[..., place].ravel() for times in trace.grid(schedule))
+    starts, ends = (times[..., rank].ravel() for times in trace.grid(schedule))
     shown = np.flatnonzero((ends > during.start) & (starts < during.end))
     places = shown % len(schedule.body)
     kinds = np.array(schedule.work_numbers)[places]
@@ -76,21 +76,22 @@ def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIX
     ends = np.minimum(ends[shown], during.end) - during.start
     streams = np.array([schedule.streams.index(stream) for _, stream in schedule.places])[places]
     names = [kind_of(work) for work in schedule.works]
-    known = list(dict.fromkeys(names))
-    kinds = np.array([known.index(name) for name in names])[kinds]
+    kind_names = list(dict.fromkeys(names))
+    kinds = np.array([kind_names.index(name) for name in names])[kinds]
     bars: list[TimelineBar] = []
-    for number, stream in enumerate(schedule.streams):
-        own = np.flatnonzero(streams == number)
-        own = own[np.lexsort((ends[own], starts[own]))]
+    for row, stream in enumerate(schedule.streams):
+        indices = np.flatnonzero(streams == row)
+        indices = indices[np.lexsort((ends[indices], starts[indices]))]
         for first, last, longest in _rows(
-            kinds[own], starts[own], ends[own], during.round_time / parts
+            kinds[indices], starts[indices], ends[indices], during.round_time / parts
         ):
-            one, other = own[first], own[last]
-            name = schedule.places[places[one]][0]
+            begin, finish = indices[first], indices[last]
+            name = schedule.places[places[begin]][0]
             if first != last:
-                end = schedule.places[places[other]][0]
+                end = schedule.places[places[finish]][0]
                 name = f"{name} to {end} ({last - first + 1} ops)"
-            kind, start, end_s = known[kinds[own[longest]]], float(starts[one]), float(ends[other])
+            kind = kind_names[kinds[indices[longest]]]
+            start, end_s = float(starts[begin]), float(ends[finish])
             bars.append(TimelineBar(stream, kind, name, 1e3 * start, 1e3 * end_s))
     return Round(1e3 * during.round_time, tuple(bars))
 
@@ -104,18 +105,18 @@ def _rows(
     breaks = (kinds[1:] != kinds[:-1]) | (starts[1:] - ends[:-1] >= gap)
     firsts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
     lasts = [*(first - 1 for first in firsts[1:]), len(kinds) - 1]
-    found: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, int, int]] = []
     most, part = gap, -1  # of the bar before: its longest row, and where it begins
     for first, last in zip(firsts, lasts, strict=True):
         length, begins = float(ends[last] - starts[first]), int(starts[first] / gap)
         if max(length, most) < gap and begins == part:
-            before, _, longest = found.pop()
-            found.append((before, last, first if length > most else longest))
+            before, _, longest = rows.pop()
+            rows.append((before, last, first if length > most else longest))
             most = max(length, most)
         else:
-            found.append((first, last, first))
+            rows.append((first, last, first))
             most, part = length, begins
-    return found
+    return rows
 
 
 def kind_of(work: Work) -> str:

@@ -1,6 +1,6 @@
 """Sections that several pages have: money, time, memory, gains, trust and inputs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from co2sim.prediction.figures import ends, shared_batch
 from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
@@ -9,7 +9,7 @@ from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import charts, tables
-from co2sim.report.chart_style import picking
+from co2sim.report.chart_style import Drawn, Spec, high, picking, spec
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
@@ -17,9 +17,9 @@ from co2sim.report.text.result import stacks_of
 from co2sim.studies.sensitivity import Sensitivity
 
 
-def surest(one: Answered, *undecided: str) -> list[str]:
+def surest(entry: Answered, *undecided: str) -> list[str]:
     """How sure an answer is, in a line or two."""
-    source = one.result.interval_source
+    source = entry.result.interval_source
     return [*undecided, f"90 % interval: {source}." if source else "There is no interval."]
 
 
@@ -28,8 +28,8 @@ def best(every: Sequence[Answered], trainings: totals.Trainings) -> Answered:
     named = totals.chosen(trainings)
     if named:
         result = next(iter(named.values()))[1]
-        return next(one for one in every if one.result is result)
-    return max(fitting(every), key=lambda one: one.result.tokens_per_s)
+        return next(entry for entry in every if entry.result is result)
+    return max(fitting(every), key=lambda entry: entry.result.tokens_per_s)
 
 
 def speed_of(result: Result) -> str:
@@ -38,9 +38,9 @@ def speed_of(result: Result) -> str:
     return text if result.tokens_per_s_low is None else f"{text} (90 %: {ends(result)})"
 
 
-def evidence(one: Answered) -> list[str]:
+def evidence(entry: Answered) -> list[str]:
     """The published runs that are most like a case, and how far off their predictions were."""
-    return [f"{near}." for near in nearest(one.case, one.result, _NEAREST)]
+    return [f"{near}." for near in nearest(entry.case, entry.result, _NEAREST)]
 
 
 def binding(levers: Sequence[Sensitivity], unit: str) -> list[str]:
@@ -54,8 +54,8 @@ def binding(levers: Sequence[Sensitivity], unit: str) -> list[str]:
 
 def about(every: Sequence[Answered], tokens: float | None) -> str:
     """What a page is about: model, tokens and batch, as far as all cases share them."""
-    results = [one.result for one in every]
-    models = list(dict.fromkeys(one.model for one in results))
+    results = [entry.result for entry in every]
+    models = list(dict.fromkeys(result.model for result in results))
     unit = results[0].unit
     parts = [models[0] if len(models) == 1 else f"{len(models)} models"]
     parts += [] if tokens is None else [f"{totals.short(tokens)} {unit}s"]
@@ -71,8 +71,8 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     table = tables.trainings(every)
     if table is None:
         return PageSection("money", "Days and money")
-    one = len({(each.cluster, each.result.gpus) for each in every}) == 1
-    chart = None if one else charts.front(fitting(every), names)
+    alike = len({(each.cluster, each.result.gpus) for each in every}) == 1
+    chart = None if alike else charts.front(fitting(every), names)
     if chart is None:
         return PageSection("money", "Days and energy", figures=_days(every, names))
     note = (
@@ -86,24 +86,24 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
 def by_cluster(every: Iterable[Answered]) -> dict[str, list[Answered]]:
     """The cases by cluster, these in the order of their first ones."""
     groups: dict[str, list[Answered]] = {}
-    for one in every:
-        groups.setdefault(one.cluster, []).append(one)
+    for entry in every:
+        groups.setdefault(entry.cluster, []).append(entry)
     return groups
 
 
 def fitting(every: Sequence[Answered]) -> Sequence[Answered]:
     """The cases that charts show: those that fit in memory; all where none does."""
-    return [one for one in every if one.result.fits_in_memory] or every
+    return [entry for entry in every if entry.fits] or every
 
 
 def misfits(every: Sequence[Answered]) -> str:
     """What is said of cases that do not fit, if there are any."""
-    if not any(one.result.fits_in_memory for one in every):
+    if not any(entry.fits for entry in every):
         return " Hollow points do not fit in memory."
     sizes: dict[str, list[str]] = {}
-    for one in every:
-        if not one.result.fits_in_memory:
-            sizes.setdefault(one.strategy, []).append(f"{one.result.gpus:,}")
+    for entry in every:
+        if not entry.fits:
+            sizes.setdefault(entry.strategy, []).append(f"{entry.result.gpus:,}")
     names = (f"{strategy} on {', '.join(gpus)} GPUs" for strategy, gpus in sizes.items())
     return f" Not drawn, as it does not fit in memory: {'; '.join(names)}." if sizes else ""
 
@@ -115,10 +115,10 @@ def _days(every: Sequence[Answered], names: Sequence[str]) -> list[Figure]:
             title=f"Days on {cluster}",
             note=f"Bands are 90 % intervals.{misfits(group)}{picking(names)}",
             label="days by number of GPUs, a line for each strategy",
-            chart=charts.days(fitting(group), names, fitting(every)),
+            chart=charts.over_gpus(fitting(group), names, charts.DAYS, fitting(every)),
             table=tables.trainings(group),
         )
-        for cluster, group in by_cluster(one for one in every if one.totals).items()
+        for cluster, group in by_cluster(entry for entry in every if entry.totals).items()
     ]
 
 
@@ -126,44 +126,50 @@ def time(
     groups: Mapping[str, Sequence[Answered]], timelines: Timelines | None = None
 ) -> PageSection:
     """What a round is spent on, by cluster."""
-    found = [
+    figures = [
         Figure(
             title=f"A round on {_sizes(group)} of {cluster}",
             note="Blue is computing, brown communication. Exposed: computing waits for it. The"
             " table sums the spans of one rank by work; they overlap.",
             label="shares of the time of a round, a bar for each strategy",
-            chart=charts.shares(group),
+            chart=_bars(charts.shares, group),
             table=tables.times(group),
         )
         for cluster, group in groups.items()
     ]
-    return PageSection("time", "Where the time goes", figures=found, timelines=timelines)
+    return PageSection("time", "Where the time goes", figures=figures, timelines=timelines)
 
 
 def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
     """The memory of a GPU by item, by cluster."""
-    found = [
+    figures = [
         Figure(
             title=f"A GPU of {cluster}, of {_sizes(group)}",
             note="The dashed line is what the GPU has.",
             label="memory of a GPU by item, a bar for each strategy",
-            chart=charts.memory(group),
+            chart=_bars(charts.memory, group),
             table=tables.memory(group),
         )
         for cluster, group in groups.items()
     ]
-    return PageSection("memory", "Memory", figures=found)
+    return PageSection("memory", "Memory", figures=figures)
+
+
+def _bars(draw: Callable[[Sequence[tuple[str, Result]]], Drawn], group: Sequence[Answered]) -> Spec:
+    """A bar for each case."""
+    named = [(entry.strategy, entry.result) for entry in group]
+    return spec(draw(named), high([name for name, _ in named]))
 
 
 def _sizes(group: Sequence[Answered]) -> str:
-    sizes = sorted({one.result.gpus for one in group})
+    sizes = sorted({entry.result.gpus for entry in group})
     return f"{' or '.join(f'{size:,}' for size in sizes)} GPUs"
 
 
-def gains(found: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
+def gains(levers_of: Mapping[str, Sequence[Sensitivity]]) -> PageSection:
     """What a tenth more of each number gives, by what it is about."""
     figures = []
-    for about, levers in found.items():
+    for about, levers in levers_of.items():
         shown = [lever for lever in levers if abs(lever.gain) >= _VISIBLE]
         if shown:
             figures.append(
@@ -189,7 +195,7 @@ def trust(
     comparisons: Sequence[SpeedComparison] = (),
 ) -> PageSection:
     """How sure it all is; warnings and notes are those of the cases `shown`, once each."""
-    found = [Figure("", table=tables.sources(every))]
+    figures = [Figure("", table=tables.sources(every))]
     if shown:
         first = shown[0]
         note = (
@@ -198,17 +204,17 @@ def trust(
             " another stack, GPU or way of sharing counts 2."
         )
         near = nearest(first.case, first.result)
-        found.append(Figure("", note, table=Table(EVIDENCE_COLUMNS, evidence_rows(near), 3)))
+        figures.append(Figure("", note, table=Table(EVIDENCE_COLUMNS, evidence_rows(near), 3)))
     published = tables.published(comparisons)
     if published:
         note = "Published runs of this study beside their predictions:"
-        found.append(Figure("", note, table=published))
+        figures.append(Figure("", note, table=published))
     by_source = "How far predictions were from published runs, each source left out of the fit"
-    found.append(Figure(by_source, table=tables.errors(), folded=True))
+    figures.append(Figure(by_source, table=tables.errors(), folded=True))
     return PageSection(
         "trust",
         "How sure this is",
-        figures=found,
+        figures=figures,
         warnings=_lines(shown, "warnings"),
         notes=_lines(shown, "notes"),
     )
@@ -216,8 +222,8 @@ def trust(
 
 def predicted_with(every: Sequence[Answered]) -> list[str]:
     """A sentence with the software stacks behind the figures, where they are known."""
-    used = stacks_of(one.result for one in every)
-    kinds = " or ".join(dict.fromkeys(one.result.precision for one in every))
+    used = stacks_of(entry.result for entry in every)
+    kinds = " or ".join(dict.fromkeys(entry.result.precision for entry in every))
     layers = list(dict.fromkeys(each.result.division for each in every))
     how = f", {layers[0]}" if len(layers) == 1 and layers[0] else ""
     return [f"Predicted with the software {used}; {kinds}{how}."] if used else []
@@ -225,22 +231,25 @@ def predicted_with(every: Sequence[Answered]) -> list[str]:
 
 def inputs(every: Sequence[Answered]) -> PageSection:
     """Every number with its source."""
-    return inputs_of({one.cluster: one.case for one in every}.items())
+    return inputs_of({entry.cluster: entry.case for entry in every}.items())
 
 
 def inputs_of(
     cases: Iterable[tuple[str, Question]], varied: Mapping[str, str] | None = None
 ) -> PageSection:
     """Of the clusters and models of cases with their cluster, and the values of what is varied."""
-    found = [Figure(name, table=table, folded=True) for name, table in tables.inputs(cases, varied)]
+    shown = tables.inputs(cases, varied)
+    figures = [Figure(name, table=table, folded=True) for name, table in shown]
     intro = "Every number with its source. Those marked as assumed have none."
-    return PageSection("inputs", "Inputs", intro, found)
+    return PageSection("inputs", "Inputs", intro, figures)
 
 
 def _lines(shown: Sequence[Answered], kind: str) -> list[str]:
     """Warnings, or notes, once each; behind the case, unless many have them alike."""
-    found: dict[str, Answered] = {}
-    for one in shown:
-        for text in getattr(one.result, kind):
-            found.setdefault(text, one)
-    return [text if is_alike(text) else f"{one.title}: {text}" for text, one in found.items()]
+    first_with: dict[str, Answered] = {}
+    for entry in shown:
+        for text in getattr(entry.result, kind):
+            first_with.setdefault(text, entry)
+    return [
+        text if is_alike(text) else f"{entry.title}: {text}" for text, entry in first_with.items()
+    ]

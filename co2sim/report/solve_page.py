@@ -14,7 +14,7 @@ from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
-from co2sim.report import sections
+from co2sim.report import sections, tables
 from co2sim.report.chart_style import (
     BAND,
     HEIGHT,
@@ -25,6 +25,7 @@ from co2sim.report.chart_style import (
     Spec,
     by_colour,
     data,
+    figure_tips,
     interval,
     number_axis,
     prefixed,
@@ -88,7 +89,7 @@ def page(answers: AllSolved) -> Page:
         facts=_facts(answers),
         doubts=sections.predicted_with(shown),
         sections=[
-            *(_reached(group, place, answers) for place, group in enumerate(answers.by_target)),
+            *(_reached(group, number, answers) for number, group in enumerate(answers.by_target)),
             sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
             sections.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
             sections.inputs_of(
@@ -130,33 +131,23 @@ _MOST = 4
 """Answers on the first screen."""
 
 
-def _reached(group: Sequence[Solved], place: int, answers: AllSolved) -> PageSection:
+def _reached(group: Sequence[Solved], turn: int, answers: AllSolved) -> PageSection:
     """The figure over the number, and the answers."""
-    said = remark(solve.trainings([one.case for one in group], answers.results), answers.goal)
+    said = remark(solve.trainings([solved.case for solved in group], answers.results), answers.goal)
     target, axis = group[0].target, group[0].axis
     metric = target.metric
-    limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
     side = "at least" if metric.more else "at most"
     chart = Figure(
         title="",
         note=f"Diamonds: from where the figure is {side} what the dashed lines say, with the 90 %"
         " interval of that value. Bands are 90 % intervals of the figure.",
         label=f"{metric.words} by {axis.path}, a line for each strategy",
-        chart=_chart(group, [strategy_title(one.case.strategy) for one in group]),
+        chart=_chart(group, [strategy_title(solved.case.strategy) for solved in group]),
         table=_points(group),
     )
-    rows = [
-        [
-            strategy_title(solved.case.strategy),
-            *(solve.told(answer, axis) for answer in solved.answers),
-            solve.best(solved),
-        ]
-        for solved in group
-    ]
-    columns = ("strategy", *limits, "best")
-    reached = Figure(f"{axis.path} for {target.name}", table=Table(columns, rows, len(columns)))
+    reached = Figure(f"{axis.path} for {target.name}", table=tables.reached(group))
     return PageSection(
-        key=f"target-{place}",
+        key=f"target-{turn}",
         title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",
         figures=[chart, reached],
         notes=[*solve.remarks(group), *([said] if said else [])],
@@ -187,17 +178,17 @@ def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
     plain = [solve.plain(solved, answers.levers, answers.results) for solved in answers.found]
     rows = [
         {
-            "strategy": one["strategy"],
-            "number": one["number"],
-            "unit": one["unit"],
-            "target": one["target"],
+            "strategy": answer["strategy"],
+            "number": answer["number"],
+            "unit": answer["unit"],
+            "target": answer["target"],
             "value": point["value"],
             "figure": point["figure"],
             "figure_low": (point["interval"] or (None, None))[0],
             "figure_high": (point["interval"] or (None, None))[1],
         }
-        for one in plain
-        for point in one["points"]
+        for answer in plain
+        for point in answer["points"]
     ]
     return {
         "solve.csv": ("text/csv", pd.DataFrame(rows).to_csv(index=False)),
@@ -219,7 +210,7 @@ def _chart(solved: Sequence[Solved], names: Sequence[str]) -> Spec:
     x, colour = across.encoding("x", drawn, log=True), by_colour("strategy", names)
     encoding: Encoding = {"x": x, "y": y, "color": colour}
     base = alt.Chart(data(rows)).encode(**encoding)
-    tips = ["strategy:N", alt.Tooltip("at:N", title=across.path), *_tips(target.name)]
+    *tips, _memory = figure_tips(target.name, alt.Tooltip("at:N", title=across.path))
     limits = [{"value": value, "words": target.metric.shown(value, currency)} for value in levels]
     lines = alt.Chart(data(limits)).encode(y=y)
     layers = [
@@ -240,9 +231,9 @@ _STILL = 0.02
 """A figure that moves by less than this share of all that it does stands still."""
 
 
-def _eventful(rows: Rows, found: Sequence[Solved], across: NumberAxis) -> Rows:
+def _eventful(rows: Rows, group: Sequence[Solved], across: NumberAxis) -> Rows:
     """The points between the first and the last place where a figure moves, or is enough."""
-    ends = [end for each in found for row in _crossings(each, across) for end in _spread(row)]
+    ends = [end for each in group for row in _crossings(each, across) for end in _spread(row)]
     drawn = sorted({row["x"] for row in rows})
     for name in dict.fromkeys(row["strategy"] for row in rows):
         line = [row for row in rows if row["strategy"] == name and row["value"] is not None]
@@ -271,7 +262,7 @@ def _chart_points(each: Solved, across: NumberAxis) -> Rows:
             "x": value * across.factor,
             "at": each.axis.shown(value),
             "value": figure,
-            "said": "" if figure is None else metric.shown(figure, each.currency),
+            "shown": "" if figure is None else metric.shown(figure, each.currency),
             "low": band and band[0],
             "high": band and band[1],
             "interval": band and " to ".join(metric.shown(end, each.currency) for end in band),
@@ -284,8 +275,8 @@ def _crossings(each: Solved, across: NumberAxis) -> Rows:
     """Where the figure crosses the values of the target, with the interval of the one crossing."""
     rows: Rows = []
     for answer in each.answers:
-        found = (crossing(spans or ()) for spans in (answer.hoped, answer.sure))
-        ends = [end for end in found if end is not None]
+        sides = (crossing(spans or ()) for spans in (answer.hoped, answer.sure))
+        ends = [end for end in sides if end is not None]
         edges = _edges(answer.met)
         ends = ends if len(edges) == 1 and len(ends) > 1 else []
         rows += [
@@ -294,7 +285,7 @@ def _crossings(each: Solved, across: NumberAxis) -> Rows:
                 "x": edge * across.factor,
                 "at": each.axis.shown(edge),
                 "value": answer.value,
-                "said": each.target.metric.shown(answer.value, each.currency),
+                "shown": each.target.metric.shown(answer.value, each.currency),
                 "low": min(ends) * across.factor if ends else None,
                 "high": max(ends) * across.factor if ends else None,
                 "interval": " to ".join(map(each.axis.shown, sorted(ends))),
@@ -312,15 +303,11 @@ def _edges(met: Sequence[ValueRange]) -> list[float]:
 
 def _marked(marks: Rows, encoding: Encoding) -> list[Any]:
     """Diamonds, and thick lines for their intervals."""
-    tips = ["strategy:N", alt.Tooltip("said:N", title="reached"), alt.Tooltip("at:N", title="at")]
+    tips = ["strategy:N", alt.Tooltip("shown:N", title="reached"), alt.Tooltip("at:N", title="at")]
     tips.append(alt.Tooltip("interval:N", title="90 % interval"))
     diamonds = alt.Chart(data(marks)).mark_point(shape="diamond", size=130, filled=True, opacity=1)
     rules = interval(marks, "x", encoding, strokeWidth=3, opacity=0.6)
     return [rules, diamonds.encode(**encoding, tooltip=tips)]
-
-
-def _tips(name: str) -> list[alt.Tooltip]:
-    return [alt.Tooltip("said:N", title=name), alt.Tooltip("interval:N", title="90 % interval")]
 
 
 def _upright(metric: Metric, currency: str | None, *, log: bool) -> alt.Y:

@@ -13,7 +13,7 @@ from co2sim.prediction.intervals import undecided
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, local_updates, remark, scale_of
+from co2sim.prediction.step_factors import Goal, local_updates
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict
 from co2sim.report import charts, sections, tables
@@ -53,10 +53,10 @@ class Study:
     @cached_property
     def all(self) -> tuple[Answered, ...]:
         """Every case with its figures."""
-        found = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
+        trained = totals.totals_for(self.cases, self.results, self.tokens, self.goal)
         titles = [strategy_title(case.strategy) for case in self.cases]
         scaled = efficiencies(self.cases, self.results)
-        rows = zip(self._offers, titles, self.cases, self.results, found, strict=True)
+        rows = zip(self._offers, titles, self.cases, self.results, trained, strict=True)
         return tuple(
             Answered(*row, asked=self.tokens is not None, efficiency=efficiency)
             for row, efficiency in zip(rows, scaled, strict=True)
@@ -85,11 +85,11 @@ class Study:
     @cached_property
     def largest(self) -> dict[str, list[Answered]]:
         """By cluster, the cases with the most GPUs."""
-        found = {}
+        groups = {}
         for name, group in self.clusters.items():
-            most = max(one.result.gpus for one in group)
-            found[name] = [one for one in group if one.result.gpus == most]
-        return found
+            most = max(entry.result.gpus for entry in group)
+            groups[name] = [entry for entry in group if entry.result.gpus == most]
+        return groups
 
     @cached_property
     def best(self) -> Answered:
@@ -107,46 +107,46 @@ class Study:
 
     @property
     def _priced(self) -> bool:
-        return any(one.totals and one.totals.cost is not None for one in self.all)
+        return any(entry.totals and entry.totals.cost is not None for entry in self.all)
 
     def heading(self) -> str:
         """Model, tokens and batch; and the answer in a few words."""
-        asked = sections.about(self.all, self.tokens)
+        about = sections.about(self.all, self.tokens)
         best = f"{self.best.strategy} on {counted(self.best.result.gpus, 'GPU')}"
         if len(self.clusters) > 1 and not self._priced:  # "A is 54 % faster than B on 64 GPUs"
-            return f"{asked}: {self.answer()[0].partition(' (90 %')[0].rstrip('.')}"
-        return f"{asked}: {best} of {self.best.cluster}"
+            return f"{about}: {self.answer()[0].partition(' (90 %')[0].rstrip('.')}"
+        return f"{about}: {best} of {self.best.cluster}"
 
-    def facts(self, found: Sequence[Sensitivity]) -> dict[str, list[str]]:
+    def facts(self, held: Sequence[Sensitivity]) -> dict[str, list[str]]:
         """The first screen; `found` are the levers of the best."""
         said = self.answer()
         if self.tokens is not None and not self._priced:
             said = [said[0], *(text for text in said[1:] if text.startswith("Fastest"))]
         about = f"{self.best.strategy} on {counted(self.best.result.gpus, 'GPU')}"
-        told = {
+        facts = {
             "The answer": said[:_MOST],
             "Is it worth it": self._worth(),
             "How sure": sections.surest(self.best, *self._undecided()),
-            f"What would change it ({about})": sections.binding(found, self.best.result.unit),
+            f"What would change it ({about})": sections.binding(held, self.best.result.unit),
             "Evidence": sections.evidence(self.best),
         }
-        return {name: lines for name, lines in told.items() if lines}
+        return {name: lines for name, lines in facts.items() if lines}
 
     def _worth(self) -> list[str]:
-        found = [one for one in self.verdicts if one]
-        return [line for one in found for line in verdict_lines(one, named=len(found) > 1)]
+        judged = [v for v in self.verdicts if v]
+        return [line for v in judged for line in verdict_lines(v, named=len(judged) > 1)]
 
     def doubts(self) -> list[str]:
         """What the intervals do not tell apart, by cluster, and what steps are worth."""
-        found = self._undecided()
+        said = self._undecided()
         if self.verdicts and self.tokens is None:
-            return found
-        worth = remark(((one.result.strategy, scale_of(one.result)) for one in self.all), self.goal)
+            return said
+        worth = totals.worth(self.results, self.goal)
         if worth and self.tokens is None:
-            found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
+            said.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
         elif worth:
-            found.append(f"Counted in days and money: {worth}.")
-        return found
+            said.append(f"Counted in days and money: {worth}.")
+        return said
 
     def _undecided(self) -> list[str]:
         said = {name: _too_close(group) for name, group in self.largest.items()}
@@ -164,24 +164,24 @@ class Study:
             yield f"On {size} of {name}, {first.strategy} {verb} at {speed}."
 
     def _trainings(self) -> totals.Trainings:
-        return [(one.title, one.result, one.totals) for one in self.all]
+        return [(entry.title, entry.result, entry.totals) for entry in self.all]
 
 
 def page(study: Study) -> Page:
     """It takes a few simulations: a round of each strategy, and what more would buy."""
-    names = [one.strategy for one in study.all]
-    found = _levers(study)
-    at_most = [one for group in study.largest.values() for one in group]
+    names = [entry.strategy for entry in study.all]
+    held = _levers(study)
+    at_most = [entry for group in study.largest.values() for entry in group]
     return Page(
         answer=[study.heading(), *study.answer()],
-        facts=study.facts(found),
+        facts=study.facts(held),
         doubts=[*study.doubts(), *sections.predicted_with(study.all)],
         sections=[
             sections.money(study.all, names),
             _speed(study, names),
             _time(study),
             sections.memory(study.largest),
-            _gains(study, found),
+            sections.gains({study.best.title: held}),
             sections.trust(study.all, at_most, study.comparisons),
             sections.inputs(study.all),
         ],
@@ -195,10 +195,10 @@ def _files(study: Study) -> dict[str, tuple[str, str]]:
     results = [
         {
             "cluster_key": key,
-            **result_to_dict(one.case, one.result, study.goal, study.tokens),
+            **result_to_dict(entry.case, entry.result, study.goal, study.tokens),
             **({"verdict": asdict(verdict)} if verdict else {}),
         }
-        for key, one, verdict in zip_longest(study.keys, study.all, study.verdicts)
+        for key, entry, verdict in zip_longest(study.keys, study.all, study.verdicts)
     ]
     return {
         "study.csv": ("text/csv", frame.to_csv(index=False)),
@@ -207,22 +207,24 @@ def _files(study: Study) -> dict[str, tuple[str, str]]:
 
 
 def _speed(study: Study, names: Sequence[str]) -> PageSection:
-    found = []
+    figures = []
     stars = " Stars are published." if study.comparisons else ""
     for cluster, group in study.clusters.items():
         unit, drawn = group[0].result.unit, sections.fitting(group)
-        found.append(
+        figures.append(
             Figure(
                 title=f"{unit}s per second on {cluster}",
                 note=f"Bands are 90 % intervals.{sections.misfits(group)}{stars}{picking(names)}",
                 label=f"{unit}s per second by number of GPUs, a line for each strategy",
-                chart=charts.scaling(drawn, names, study.comparisons, sections.fitting(study.all)),
+                chart=charts.over_gpus(
+                    drawn, names, charts.speed(unit), sections.fitting(study.all), study.comparisons
+                ),
                 table=tables.speeds(group),
             )
         )
-        relative = charts.scaled(drawn, names)
+        relative = charts.efficiency(drawn, names)
         if relative:
-            found.append(
+            figures.append(
                 Figure(
                     title=f"Efficiency on {cluster}",
                     note="Throughput per GPU, relative to the same on one node. The table has the"
@@ -232,14 +234,14 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
                     table=tables.efficiencies(group),
                 )
             )
-    return PageSection("speed", "Speed", figures=found)
+    return PageSection("speed", "Speed", figures=figures)
 
 
 def _time(study: Study) -> PageSection:
-    timed = [one for one in study.largest[study.best.cluster] if one.case.pp == 1]
+    timed = [entry for entry in study.largest[study.best.cluster] if entry.case.pp == 1]
     if not timed:  # pipelines have no round that all ranks follow
         return sections.time(study.largest)
-    rounds = {one.strategy: last_round(one.case) for one in timed[:MAX_ROUNDS]}
+    rounds = {entry.strategy: last_round(entry.case) for entry in timed[:MAX_ROUNDS]}
     note = f"One rank, on {timed[0].result.gpus} GPUs of {timed[0].cluster}."
     lines = Timelines(note, rounds, charts.timeline(rounds.values()))
     return sections.time(study.largest, lines)
@@ -253,10 +255,6 @@ def _levers(study: Study) -> list[Sensitivity]:
         return []
 
 
-def _gains(study: Study, found: Sequence[Sensitivity]) -> PageSection:
-    return sections.gains({study.best.title: found})
-
-
 _MAX = 3
 """Clusters that the fastest one is compared with, and pairs of strategies of each."""
 _NOTABLE = 1.1
@@ -267,29 +265,29 @@ _TIMES = 2.0
 """From here on people say "times"."""
 
 
-def _pace(one: Answered) -> float:
+def _pace(entry: Answered) -> float:
     """How fast a case gets on: units a second, or, with tokens to train, trainings a day.
 
     0 where the worth of its steps is not known.
     """
-    if not one.asked:
-        return one.result.tokens_per_s
-    return 0.0 if one.totals is None else 1 / one.totals.days
+    if not entry.asked:
+        return entry.result.tokens_per_s
+    return 0.0 if entry.totals is None else 1 / entry.totals.days
 
 
-def _pace_ends(one: Answered) -> tuple[float, float] | None:
+def _pace_ends(entry: Answered) -> tuple[float, float] | None:
     """The 90 % interval of `_pace`; None where there is none."""
-    if not one.asked:
-        low, high = one.result.tokens_per_s_low, one.result.tokens_per_s_high
+    if not entry.asked:
+        low, high = entry.result.tokens_per_s_low, entry.result.tokens_per_s_high
         return None if low is None or high is None else (low, high)
-    if one.totals is None or one.totals.days_low is None or one.totals.days_high is None:
+    if entry.totals is None or entry.totals.days_low is None or entry.totals.days_high is None:
         return None
-    return 1 / one.totals.days_high, 1 / one.totals.days_low
+    return 1 / entry.totals.days_high, 1 / entry.totals.days_low
 
 
 def _first(group: Sequence[Answered]) -> Answered | None:
     """The one that gets on fastest, of those that fit in memory."""
-    fitting = [one for one in group if one.result.fits_in_memory and _pace(one)]
+    fitting = [entry for entry in group if entry.fits and _pace(entry)]
     return max(fitting, key=_pace, default=None)
 
 
@@ -299,16 +297,16 @@ def _compared(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
     Nothing where they have not the same number of GPUs, or nothing fits in memory. Nothing of the
     price where only speeds are known, and a step of one is not worth a step of the other.
     """
-    best = [one for group in largest.values() if (one := _first(group))]
-    if len(best) < 2 or len({one.result.gpus for one in best}) > 1:  # noqa: PLR2004
+    best = [entry for group in largest.values() if (entry := _first(group))]
+    if len(best) < 2 or len({entry.result.gpus for entry in best}) > 1:  # noqa: PLR2004
         return
     top, *others = sorted(best, key=_pace, reverse=True)
     size = counted(top.result.gpus, "GPU")
     for other in others[:_MAX]:
-        ratio, sure, told = _pace(top) / _pace(other), _ratio(top, other), ""
+        ratio, sure, interval = _pace(top) / _pace(other), _ratio(top, other), ""
         if sure is not None:
-            told = f" (90 %: {sure[0]:.2g} to {sure[1]:.2g} times)"
-        yield from _headline(top, other, ratio, f"on {size}{told}")
+            interval = f" (90 %: {sure[0]:.2g} to {sure[1]:.2g} times)"
+        yield from _headline(top, other, ratio, f"on {size}{interval}")
         yield (
             f"That is with the fastest strategy of each: {top.strategy} on {top.cluster},"
             f" {other.strategy} on {other.cluster}."
@@ -316,7 +314,7 @@ def _compared(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
         yield from _gained(largest[top.cluster], largest[other.cluster], ratio)
         if sure and sure[0] <= 1:
             yield "Which of the two is faster is undecided: their 90 % intervals overlap."
-    yield " ".join(f"{one.cluster} is {one.result.cluster}." for one in best)
+    yield " ".join(f"{entry.cluster} is {entry.result.cluster}." for entry in best)
 
 
 def _headline(top: Answered, other: Answered, ratio: float, where: str) -> Iterator[str]:
@@ -335,28 +333,26 @@ def _headline(top: Answered, other: Answered, ratio: float, where: str) -> Itera
 
 def _too_close(group: Sequence[Answered]) -> str:
     """One line on neighbours in pace whose order is undecided; "" for none."""
-    ranked = sorted(
-        (one for one in group if one.result.fits_in_memory and _pace(one)), key=_pace, reverse=True
-    )
+    ranked = sorted((each for each in group if each.fits and _pace(each)), key=_pace, reverse=True)
     pairs = [
-        f"{one.strategy} and {other.strategy}"
-        for one, other in pairwise(ranked)
-        if _undecided(one, other)
+        f"{entry.strategy} and {other.strategy}"
+        for entry, other in pairwise(ranked)
+        if _undecided(entry, other)
     ]
     return too_close(pairs, group[0].result.gpus, _MAX) if pairs else ""
 
 
-def _undecided(one: Answered, other: Answered) -> bool:
+def _undecided(entry: Answered, other: Answered) -> bool:
     """Of two on one cluster. What a step is worth is no error that they share."""
-    if not one.asked:
-        return undecided(one.result, other.result)
-    sure = _ratio(one, other)
+    if not entry.asked:
+        return undecided(entry.result, other.result)
+    sure = _ratio(entry, other)
     return sure is not None and sure[0] <= 1
 
 
-def _ratio(one: Answered, other: Answered) -> tuple[float, float] | None:
+def _ratio(entry: Answered, other: Answered) -> tuple[float, float] | None:
     """How many times as fast one is, from its worst against the other's best to the contrary."""
-    these, those = _pace_ends(one), _pace_ends(other)
+    these, those = _pace_ends(entry), _pace_ends(other)
     if these is None or those is None:
         return None
     return these[0] / those[1], these[1] / those[0]
@@ -367,11 +363,11 @@ def _gained(here: Sequence[Answered], there: Sequence[Answered], ratio: float) -
 
     Of those that fit in memory on both.
     """
-    speeds = {one.strategy: one.result.tokens_per_s for one in there if one.result.fits_in_memory}
+    speeds = {entry.strategy: entry.result.tokens_per_s for entry in there if entry.fits}
     gained = {
-        one.strategy: one.result.tokens_per_s / speeds[one.strategy]
-        for one in here
-        if one.result.fits_in_memory and one.strategy in speeds
+        entry.strategy: entry.result.tokens_per_s / speeds[entry.strategy]
+        for entry in here
+        if entry.fits and entry.strategy in speeds
     }
     name = max(gained, key=lambda name: abs(math.log(gained[name])), default="")
     more = max(gained[name], 1 / gained[name]) if name else 1.0

@@ -1,10 +1,10 @@
 """The page of `co2sim sweep`: figures over what varies, as lines or as bars."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from operator import itemgetter
 
 import altair as alt
 
@@ -14,33 +14,34 @@ from co2sim.prediction.intervals import undecided
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.report import sections, tables
+from co2sim.report import charts, sections, tables
 from co2sim.report.chart_style import (
     FAINT,
     HEIGHT,
     STRATEGIES,
-    TEXT,
     NumberAxis,
     Rows,
     Spec,
     banded,
-    data,
+    ends_of,
+    figure_tips,
     high,
-    interval,
     log_ticks,
     number_axis,
     picking,
+    ranged_bars,
     scale_of,
     spec,
     wide,
 )
+from co2sim.report.charts import Measure
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
 from co2sim.studies.grid import Setting, display_name, offer_names, setting_name, strategy_title
 from co2sim.studies.run_all import Failure, Outcome
 from co2sim.studies.table import to_frame
-from co2sim.studies.targets import Axis, axis_of
+from co2sim.studies.targets import axis_of
 
 _MAX_ROWS = 200
 """Of one table."""
@@ -83,8 +84,8 @@ class Swept:
     @cached_property
     def all(self) -> list[Answered]:
         """The cases that gave a result; what they vary stands for their strategy."""
-        found = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
-        every = zip(self.names, self.cases, self.outcomes, found, strict=True)
+        trained = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
+        every = zip(self.names, self.cases, self.outcomes, trained, strict=True)
         offers = offer_names(case.cluster for case in self.cases)
         return [
             Answered(offers[display_name(case.cluster)], name, case, outcome, totals)
@@ -157,7 +158,7 @@ class Swept:
         return [f"{first.strategy} is the fastest at {sections.speed_of(first.result)}."]
 
     def _trainings(self) -> totals.Trainings:
-        return [(one.strategy, one.result, one.totals) for one in self.all]
+        return [(entry.strategy, entry.result, entry.totals) for entry in self.all]
 
     @cached_property
     def best(self) -> Answered:
@@ -167,8 +168,8 @@ class Swept:
     @cached_property
     def _ranked(self) -> list[Answered]:
         """Those that fit in memory, the fastest first."""
-        fitting = [one for one in self.all if one.result.fits_in_memory]
-        return sorted(fitting, key=lambda one: -one.result.tokens_per_s)
+        fitting = [entry for entry in self.all if entry.fits]
+        return sorted(fitting, key=lambda entry: -entry.result.tokens_per_s)
 
     def doubts(self) -> list[str]:
         """What is missing, what failed, and whether the order of the first two is certain."""
@@ -191,7 +192,9 @@ def _numbers(
     try:
         axis = axis_of(case, path)
         drawn = number_axis(axis)
-        return drawn, [_value(text, axis) * drawn.factor for text in texts]
+        priced = axis.unit == "USD/s"
+        values = [parse_price(text)[0] if priced else parse(text, axis.unit) for text in texts]
+        return drawn, [value * drawn.factor for value in values]
     except Co2simError:  # what nothing is solved for, such as jitter, may be a plain number
         pass
     try:
@@ -200,63 +203,31 @@ def _numbers(
         return None
 
 
-def _value(text: str, axis: Axis) -> float:
-    return parse_price(text)[0] if axis.unit == "USD/s" else parse(text, axis.unit)
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure of a case with the ends of its interval, in `unit`; `format` is that of its axis."""
-
-    title: str
-    unit: str
-    format: str
-    of: Callable[[Answered], tuple[float, float | None, float | None]]
-
-
 def measures(swept: Swept) -> list[Measure]:
     """Throughput; days, and money where all prices are in one currency, for tokens to train."""
-    unit = f"{swept.all[0].result.unit}s/s"
-    found = [Measure(f"{unit} of all GPUs", unit, "~s", _speed_of)]
-    totals = [one.totals for one in swept.all]
-    if not any(totals):
-        return found
-    found.append(Measure("Days", "days", ",~r", _days))
-    currencies = {total.currency for total in totals if total}
-    if len(currencies) == 1 and None not in currencies:
-        currency = str(currencies.pop())
-        found.append(Measure(f"Cost, {currency}", currency, "~s", _cost))
-    return found
-
-
-def _speed_of(one: Answered) -> tuple[float, float | None, float | None]:
-    result = one.result
-    return result.tokens_per_s, result.tokens_per_s_low, result.tokens_per_s_high
-
-
-def _days(one: Answered) -> tuple[float, float | None, float | None]:
-    assert one.totals is not None
-    return one.totals.days, one.totals.days_low, one.totals.days_high
-
-
-def _cost(one: Answered) -> tuple[float, float | None, float | None]:
-    found = one.totals
-    assert found is not None
-    assert found.cost is not None
-    return found.cost, found.cost_low, found.cost_high
+    shown = [charts.speed(swept.all[0].result.unit)]
+    trained = [entry.totals for entry in swept.all if entry.totals]
+    if not trained:
+        return shown
+    currencies = {totals.currency for totals in trained}
+    priced = (
+        [charts.cost(str(*currencies))] if len(currencies) == 1 and None not in currencies else []
+    )
+    return [*shown, charts.DAYS, *priced]
 
 
 def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     """Lines where the first thing that varies is a number, else bars; what was left out."""
-    pairs = zip(swept.all, swept.placed, strict=True)
-    known = [(one, place) for one, place in pairs if measure.of is _speed_of or one.totals]
+    pairs = [pair for pair in zip(swept.all, swept.placed, strict=True) if measure.of(pair[0])]
     if swept.across is None:
-        shown = [one for one, _ in known[:MAX_BARS]]
-        return _bars(shown, measure), left_out("cases", len(known), MAX_BARS)
+        rows = measure.rows([entry for entry, _ in pairs[:MAX_BARS]])
+        return _bars(rows, measure), left_out("cases", len(pairs), MAX_BARS)
     lines: dict[str, Rows] = {}
-    for one, (x, at, line) in known:
-        lines.setdefault(line, []).append(_chart_row(one, measure, line, x, at))
-    kept = [sorted(rows, key=_x) for rows in list(lines.values())[:MAX_LINES]]
+    for row, (_, (x, text, line)) in zip(
+        measure.rows([entry for entry, _ in pairs]), pairs, strict=True
+    ):
+        lines.setdefault(line, []).append(row | {"strategy": line, "x": x, "at": text})
+    kept = [sorted(rows, key=itemgetter("x")) for rows in list(lines.values())[:MAX_LINES]]
     count = sum(map(len, kept))
     every = -(-count // MAX_POINTS)
     words = left_out("lines", len(lines), MAX_LINES)
@@ -265,35 +236,9 @@ def _chart(swept: Swept, measure: Measure) -> tuple[Spec, str]:
     return _lines(swept.across, [row for rows in kept for row in rows[::every]], measure), words
 
 
-def _x(row: dict[str, Any]) -> float:
-    return float(row["x"])
-
-
 def left_out(what: str, count: int, most: int) -> str:
     """What is said of more than a page can show."""
     return f" The first {most} of {count:,} {what} are drawn." if count > most else ""
-
-
-def _chart_row(one: Answered, measure: Measure, line: str, x: float, at: str) -> dict[str, Any]:
-    value, low, high_ = measure.of(one)
-    return {
-        "strategy": line,
-        "x": x,
-        "at": at,
-        "value": value,
-        "low": low,
-        "high": high_,
-        "fits": one.result.fits_in_memory,
-    }
-
-
-def _tips(measure: Measure) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip("value:Q", title=measure.unit, format=",.4~r"),
-        alt.Tooltip("low:Q", title="90 %: from", format=",.4~r"),
-        alt.Tooltip("high:Q", title="to", format=",.4~r"),
-        alt.Tooltip("fits:N", title="fits in memory"),
-    ]
 
 
 def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
@@ -301,28 +246,20 @@ def _lines(across: NumberAxis, rows: Rows, measure: Measure) -> Spec:
     names = [row["strategy"] for row in rows]
     drawn = [row["x"] for row in rows]
     x = across.encoding("x", drawn, log=wide(drawn))
-    ends = [end for row in rows for end in (row["value"], row["low"], row["high"]) if end]
+    ends = ends_of(rows)
     log = wide(ends)
     values = log_ticks(ends) if log else alt.Undefined
-    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.format, values=values)
+    scale, axis = scale_of(log=log, padding=10), alt.Axis(format=measure.ticks, values=values)
     y = alt.Y("value:Q", title=measure.unit, scale=scale, axis=axis)
-    tips = [alt.Tooltip("strategy:N"), alt.Tooltip("at:N", title=across.path), *_tips(measure)]
+    tips = figure_tips(measure.unit, alt.Tooltip("at:N", title=across.path))
     return spec(alt.layer(*banded(rows, x, y, names, tips, several=True)), HEIGHT)
 
 
-def _bars(group: Sequence[Answered], measure: Measure) -> Spec:
+def _bars(rows: Rows, measure: Measure) -> Spec:
     """A bar for each case, and a line for its interval."""
-    rows = [_chart_row(one, measure, one.strategy, 0.0, "") for one in group]
-    x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.format))
-    bars = alt.Chart(data(rows)).mark_bar(color=TEXT)
-    bars = bars.encode(
-        x=x,
-        y=STRATEGIES,
-        opacity=alt.condition("datum.fits", alt.value(FAINT), alt.value(0.25)),
-        tooltip=[alt.Tooltip("strategy:N", title="case"), *_tips(measure)],
-    )
-    ends = interval(rows, "x", {"x": x, "y": STRATEGIES}, strokeWidth=2, color=TEXT)
-    return spec(alt.layer(bars, ends), high(group))
+    x = alt.X("value:Q", title=measure.unit, axis=alt.Axis(format=measure.ticks))
+    bars = ranged_bars(rows, {"x": x, "y": STRATEGIES}, FAINT, figure_tips(measure.unit))
+    return spec(bars, high([row["strategy"] for row in rows]))
 
 
 def page(swept: Swept) -> Page:
@@ -331,7 +268,7 @@ def page(swept: Swept) -> Page:
     files, cut = _files(swept)
     groups = dict(sorted(sections.by_cluster(every[:MAX_BARS]).items()))
     more = left_out("cases", len(every), MAX_BARS).strip()
-    plain = [replace(one, strategy=one.result.strategy) for one in every]
+    plain = [replace(entry, strategy=entry.result.strategy) for entry in every]
     trust = sections.trust(plain, plain)
     return Page(
         answer=[_heading(swept), *swept.answer()],
@@ -358,15 +295,15 @@ def page(swept: Swept) -> Page:
 
 def _heading(swept: Swept) -> str:
     """Model, tokens, batch and cluster, as far as they are the same; and the best case."""
-    clusters = list(dict.fromkeys(one.cluster for one in swept.all))
+    clusters = list(dict.fromkeys(entry.cluster for entry in swept.all))
     where = f" on {clusters[0]}" if len(clusters) == 1 else ""
     return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
 
 
 def _inputs(swept: Swept) -> list[tuple[str, Question]]:
     """A case for each cluster and model."""
-    found = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
-    return [(cluster, case) for (cluster, _), case in list(found.items())[:_MAX_INPUTS]]
+    cases = {(display_name(case.cluster), display_name(case.model)): case for case in swept.cases}
+    return [(cluster, case) for (cluster, _), case in list(cases.items())[:_MAX_INPUTS]]
 
 
 def _few(lines: Sequence[str]) -> list[str]:
@@ -378,7 +315,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 def _figure(swept: Swept, measure: Measure) -> Figure:
     chart, words = _chart(swept, measure)
     shape = "; hollow points do" if swept.across else "; pale bars do"
-    misfits = any(not one.result.fits_in_memory for one in swept.all)
+    misfits = any(not entry.fits for entry in swept.all)
     return Figure(
         title=measure.title,
         note=f"Intervals are of 90 %{f'{shape} not fit in memory' * misfits}.{words}",
@@ -410,13 +347,13 @@ def _money(swept: Swept) -> PageSection:
     figures[0] = replace(figures[0], table=table)
     if few:
         lined = [
-            replace(one, strategy=line) if swept.across else one
-            for one, (_, _, line) in zip(every, swept.placed, strict=True)
+            replace(entry, strategy=line) if swept.across else entry
+            for entry, (_, _, line) in zip(every, swept.placed, strict=True)
         ]
-        front = sections.money(lined, [one.strategy for one in lined])
-        if len({(one.cluster, one.result.gpus) for one in every}) > 1:  # else they are one figure
-            figures += [replace(one, title="Money by days", table=None) for one in front.figures]
-    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [one.totals for one in every])
+        front = sections.money(lined, [entry.strategy for entry in lined])
+        if len({(entry.cluster, entry.result.gpus) for entry in every}) > 1:  # else one figure
+            figures += [replace(each, title="Money by days", table=None) for each in front.figures]
+    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [entry.totals for entry in every])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 
 
@@ -451,8 +388,8 @@ def _files(swept: Swept) -> tuple[dict[str, tuple[str, str]], list[str]]:
 def _fitting(sizes: Sequence[int]) -> int:
     """How many of the first ones there is room for."""
     room = _MAX_CHARACTERS
-    for place, size in enumerate(sizes):
+    for count, size in enumerate(sizes):
         room -= size
         if room < 0:
-            return place
+            return count
     return len(sizes)

@@ -2,18 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from co2sim.catalog import Fact
-from co2sim.common.units import counted, duration, figures, percent, scaled
+from co2sim.common.units import counted, duration, figures, number, percent, scaled
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import error_model
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
-from co2sim.report.text import totals
-from co2sim.studies.grid import display_name
+from co2sim.report.text import solve, totals
+from co2sim.report.text.result import first_of
+from co2sim.studies.candidates import Candidate
+from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
+from co2sim.studies.solve import Solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,11 @@ class Answered:
     totals: Totals | None
     asked: bool = False
     efficiency: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits in memory."""
+        return self.result.fits_in_memory
 
     @property
     def title(self) -> str:
@@ -53,154 +62,164 @@ class Table:
 
 def speeds(group: Sequence[Answered]) -> Table:
     """What every case of a cluster gives."""
-    heads = (one.headed(group[0].result) for one in in_table("page"))
-    return Table(("strategy", "GPUs", *heads), [_speed(one) for one in group])
+    heads = (figure.headed(group[0].result) for figure in in_table("page"))
+    return Table(("strategy", "GPUs", *heads), [_speed(entry) for entry in group])
 
 
-def _speed(one: Answered) -> list[str]:
-    texts = [figure.shown(one.result) or "-" for figure in in_table("page")]
-    if not one.result.fits_in_memory:
-        texts[-1] = f"{texts[-1].removesuffix('*')}, {one.result.misfit}"
-    elif one.result.memory_fit == "tight":
+def _speed(entry: Answered) -> list[str]:
+    texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
+    if not entry.fits:
+        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.misfit}"
+    elif entry.result.memory_fit == "tight":
         texts[-1] = f"{texts[-1]}, tight"
-    return [one.strategy, str(one.result.gpus), *texts]
+    return [entry.strategy, str(entry.result.gpus), *texts]
 
 
 def trainings(every: Sequence[Answered]) -> Table | None:
     """What it takes to train the tokens that were asked for; None if not asked for."""
     if all(one.totals is None for one in every):
         return None
+    heads, cells = totals.table_of([entry.totals for entry in every])
+    rows = [
+        [entry.cluster, entry.strategy, str(entry.result.gpus), *row]
+        for entry, row in zip(every, cells, strict=True)
+    ]
+    return Table(("cluster", "strategy", "GPUs", *heads), rows, 2)
+
+
+def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table:
+    """What each option of a plan takes, as far as it is known; else not `at_length`.
+
+    Then the ends of its cost and its memory are left out.
+    """
+    money = next((c.totals.currency for c in candidates if c.totals.currency), None)
+    stacks = len({c.case.stack for c in candidates if isinstance(c.case.stack, str)}) > 1
+    energy = any(candidate.totals.energy_kwh is not None for candidate in candidates)
+    columns = ["cluster", "strategy", *["stack"] * stacks, "divided by", "recompute", "GPUs"]
+    columns += ["micro-batch", "days", "GPU-hours", *([money] if money else []), *["MWh"] * energy]
     rows = []
-    for one in every:
-        found = one.totals
-        named = [one.cluster, one.strategy, str(one.result.gpus)]
-        if found is None:
-            rows.append([*named, *["the worth of a step is not known"], "-", "-", "-", "-"])
-            continue
-        rows.append(
-            [
-                *named,
-                ranged(found.days, found.days_low, found.days_high),
-                ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
-                ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
-                ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
-                f"{found.goodput:.1%}" if found.goodput < 1 else "not counted",
-            ]
-        )
-    return Table(
-        ("cluster", "strategy", "GPUs", "days", "cost", "kWh", "kg CO2e", "useful time"), rows, 2
-    )
-
-
-def ranged(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
-    """An amount with its interval, as far as they are known."""
-    if value is None:
-        return "-"
-    text = f"{totals.amount(value)}{f' {unit}' if unit else ''}"
-    if low is None or high is None:
-        return text
-    return f"{text} ({totals.amount(low)} to {totals.amount(high)})"
+    for candidate in candidates:
+        case, total, result = candidate.case, candidate.totals, candidate.result
+        row = [
+            *(offer_name(case.cluster), result.strategy, *[str(case.stack)] * stacks),
+            *(case.mesh_words() or "-", case.recompute, f"{result.gpus:,}"),
+            *(f"{case.micro_batch} x {result.accumulation}", totals.ranged(total, "days")),
+            f"{total.gpu_hours:,.0f}",
+        ]
+        if money:
+            row.append(totals.ranged(total, "cost") if at_length else f"{total.cost:,.0f}")
+        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
+        row += [scaled(result.memory_bytes_per_gpu["total"], "B")] * at_length
+        rows.append(row)
+    return Table([*columns, *["memory of a GPU"] * at_length], rows, 4 + stacks)
 
 
 def times(group: Sequence[Answered]) -> Table:
     """Spans of the last round on one rank by kernel or collective: they overlap."""
-    names = list(dict.fromkeys(name for one in group for name in one.result.breakdown_s))
-    rows = [[name, *(_time(one.result.breakdown_s.get(name)) for one in group)] for name in names]
-    return Table(("work", *(one.strategy for one in group)), rows)
+    spans = [entry.result.breakdown_s for entry in group]
+    rows = [
+        [name, *(duration(times[name]) if name in times else "-" for times in spans)]
+        for name in dict.fromkeys(chain.from_iterable(spans))
+    ]
+    return Table(("work", *(entry.strategy for entry in group)), rows)
 
 
 def efficiencies(group: Sequence[Answered]) -> Table:
     """How well each case scales, and what waits for communication."""
     rows = [
         [
-            one.strategy,
-            f"{one.result.gpus:,}",
-            "-" if one.efficiency is None else f"{one.efficiency:.1%}",
-            f"{one.result.exposed_share:.1%}",
+            entry.strategy,
+            f"{entry.result.gpus:,}",
+            "-" if entry.efficiency is None else f"{entry.efficiency:.1%}",
+            f"{entry.result.exposed_share:.1%}",
         ]
-        for one in group
+        for entry in group
     ]
     return Table(("strategy", "GPUs", "relative to one node", "exposed communication"), rows)
 
 
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
-
-
 def memory(group: Sequence[Answered]) -> Table:
     """Bytes of a GPU by item."""
-    names = list(dict.fromkeys(name for one in group for name in one.result.memory_bytes_per_gpu))
-    names = [*(name for name in names if name != "total"), "total"]
+    sizes = [entry.result.memory_bytes_per_gpu for entry in group]
+    names = [name for name in dict.fromkeys(chain.from_iterable(sizes)) if name != "total"]
     rows = [
-        [
-            name,
-            *(
-                scaled(found, "B") if (found := one.result.memory_bytes_per_gpu.get(name)) else "-"
-                for one in group
-            ),
-        ]
-        for name in names
+        [name, *(scaled(items[name], "B") if items.get(name) else "-" for items in sizes)]
+        for name in (*names, "total")
     ]
-    return Table(("item", *(one.strategy for one in group)), rows)
+    return Table(("item", *(entry.strategy for entry in group)), rows)
 
 
-def gains(found: Iterable[Sensitivity]) -> Table:
+def gains(levers: Iterable[Sensitivity]) -> Table:
     """What a tenth more of each number buys."""
     rows = [
         [
             lever.change,
-            percent(lever.gain),
+            percent(lever.gain, 2),
             "-" if lever.gpus is None else figures(lever.gpus),
             "-"
             if lever.worth_per_hour is None
             else f"{lever.worth_per_hour:,.2f} {lever.currency}",
         ]
-        for lever in found
+        for lever in levers
     ]
     return Table(("a tenth better", "more tokens/s", "as a number of GPUs", "worth an hour"), rows)
 
 
-def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
-    """Published speeds beside their predictions; None where there are none."""
+def reached(group: Sequence[Solved]) -> Table:
+    """Where the values of one target are reached: a row for each strategy."""
+    metric, axis = group[0].target.metric, group[0].axis
+    limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
     rows = [
         [
-            one.cell.cluster,
-            one.cell.strategy,
-            one.cell.kind.replace("_per_s", "/s").replace("_", " "),
-            "->".join(map(str, one.cell.sizes)),
-            figures(one.cell.value),
-            figures(one.predicted),
-            percent(one.error),
+            strategy_title(solved.case.strategy),
+            *(solve.told(answer, axis) for answer in solved.answers),
+            solve.best(solved),
         ]
-        for one in comparisons
+        for solved in group
     ]
-    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
-    return Table(columns, rows, 3) if rows else None
+    return Table(("strategy", *limits, "best"), rows, 1 + len(limits))
+
+
+def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
+    """Published speeds beside their predictions; None where there are none."""
+    rows = [[comparison.cell.cluster, *comparison_cells(comparison)] for comparison in comparisons]
+    return Table(("cluster", *COMPARED), rows, 3) if rows else None
+
+
+COMPARED = ("strategy", "quantity", "GPUs", "published", "predicted", "error")
+
+
+def comparison_cells(comparison: SpeedComparison) -> list[str]:
+    """A published speed beside its prediction, under `COMPARED`."""
+    cell = comparison.cell
+    return [
+        cell.strategy,
+        cell.kind.replace("_per_s", "/s").replace("_", " "),
+        "->".join(map(str, cell.sizes)),
+        figures(cell.value),
+        figures(comparison.predicted),
+        percent(comparison.error),
+    ]
 
 
 def sources(every: Sequence[Answered]) -> Table:
     """Where the intervals come from, and for which strategies."""
-    found: dict[str, dict[str, None]] = {}
-    for one in every:
-        found.setdefault(one.result.interval_source or "no interval", {})[one.strategy] = None
+    of_source: dict[str, dict[str, None]] = {}
+    for entry in every:
+        names = of_source.setdefault(entry.result.interval_source or "no interval", {})
+        names[entry.strategy] = None
     return Table(
         ("where the 90 % interval comes from", "of"),
-        [[source, _first_of(list(names))] for source, names in found.items()],
+        [[source, first_of(list(names), _NAMED)] for source, names in of_source.items()],
         2,
     )
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """A few of many."""
-    left = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def errors() -> Table:
     """How far predictions were from published runs of sources that were left out of the fit."""
     rows = [
-        [one.title, f"{one.runs}", f"{one.mean:.1%}", f"{one.bias:+.1%}"]
-        for one in error_model().sources
+        [source.title, f"{source.runs}", f"{source.mean:.1%}", f"{source.bias:+.1%}"]
+        for source in error_model().sources
     ]
     return Table(("source", "runs", "mean error", "bias"), rows, 1)
 
@@ -212,7 +231,7 @@ def inputs(
 
     `varied` has the values of those that are not the same in all cases, by path.
     """
-    found: dict[str, Table] = {}
+    tables: dict[str, Table] = {}
     changed = {path.removeprefix("model."): words for path, words in (varied or {}).items()}
     for cluster, case in cases:
         hardware, model = case.load()
@@ -222,8 +241,8 @@ def inputs(
         }
         for head, entries in heads.items():
             if entries:
-                found.setdefault(head, _facts(entries, changed))
-    return list(found.items())
+                tables.setdefault(head, _facts(entries, changed))
+    return list(tables.items())
 
 
 def _facts(entries: Iterable[Fact], varied: Mapping[str, str]) -> Table:

@@ -61,18 +61,18 @@ class Number:
 
     def before(self, cluster: Cluster, stack: Stack) -> float | None:
         """What the stack, or else the cluster, states; None where neither has it."""
-        own: float | None = getattr(stack, self.name)
-        if own is not None:
-            return own
+        stated: float | None = getattr(stack, self.name)
+        if stated is not None:
+            return stated
         if self.name == "sustained":
             return cluster.gpu.products.sustained if cluster.gpu.products else None
         links = {"network_efficiency": "efficiency", "ring_loss": "ring_loss"}
-        found: float = (
+        value: float = (
             getattr(cluster.inter, links[self.name])
             if self.name in links
             else getattr(cluster, self.name)
         )
-        return found
+        return value
 
     def text(self, value: float) -> str:
         """The value within its bounds, as a file states it."""
@@ -116,9 +116,7 @@ class Calibrated:
 
 def overrides(values: Mapping[str, float]) -> dict[str, str]:
     """Values of numbers as overrides of a case."""
-    return {
-        f"stack.{one.name}": one.text(values[one.name]) for one in NUMBERS if one.name in values
-    }
+    return {f"stack.{n.name}": n.text(values[n.name]) for n in NUMBERS if n.name in values}
 
 
 def moved(case: Question, values: Mapping[str, float]) -> Question:
@@ -160,18 +158,18 @@ def calibrate(
             shifted = {**values, one.name: values[one.name] * math.exp(step)}
             slopes[:, column] = (errors(shifted, f"moving {one.name}")[1] - base) / step
         slopes /= noise[:, None]
-        found = _determined(numbers, slopes)
+        shares = _determined(numbers, slopes)
         if not iteration:
-            kept = [found[one.name] >= _SOME for one in numbers]
+            kept = [shares[one.name] >= _SOME for one in numbers]
             numbers = [one for one, keep in zip(numbers, kept, strict=True) if keep]
             if not numbers:
                 raise OptionError("these runs determine nothing: none of the numbers changes them")
             slopes = slopes[:, kept]
-        determined |= {one.name: found[one.name] for one in numbers}
+        determined |= {one.name: shares[one.name] for one in numbers}
         values |= _most_likely(numbers, values, before, base / noise, slopes)
         last, base = errors(values, "predicting runs")
-    own = {one.name: values[one.name] for one in numbers}
-    return Calibrated(own, before, determined, tuple(first), tuple(last))
+    values_of = {one.name: values[one.name] for one in numbers}
+    return Calibrated(values_of, before, determined, tuple(first), tuple(last))
 
 
 def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
@@ -185,10 +183,10 @@ def _stated(runs: Sequence[MeasuredRun]) -> dict[str, float]:
             " begin with another stack"
         )
     named = {one.name: one.before(cluster, stack) for one in NUMBERS}
-    found = {name: value for name, value in named.items() if value}
+    values = {name: value for name, value in named.items() if value}
     if all(run.memory is None for run in runs):
-        del found["kept"]
-    return found
+        del values["kept"]
+    return values
 
 
 def _fixed_kernels(cluster: Cluster) -> str:
@@ -254,9 +252,9 @@ class _Observed:
         kernels: list[float] = []
         for run, case in zip(self.runs, cases, strict=True):
             if run.profile is not None:
-                found = kernel_seconds(case)
+                seconds = kernel_seconds(case)
                 kernels += [
-                    getattr(found, kind) / getattr(run.profile, kind)
+                    getattr(seconds, kind) / getattr(run.profile, kind)
                     for kind in _of_profile(run.profile)
                 ]
         return np.log([*speeds, *memories, *kernels])
@@ -275,16 +273,16 @@ def kernel_seconds(case: Question) -> KernelParts:
     """
     stage = case.stage()
     gpu, times = stage.cluster.gpu, stage.cluster.gpu.kernels
-    found: dict[str, Seconds] = dict.fromkeys(("products", "attention", "elementwise"), 0.0)
+    sums: dict[str, Seconds] = dict.fromkeys(("products", "attention", "elementwise"), 0.0)
     for work in _works(op.work for op in stage.schedule.body if isinstance(op.work, Compute)):
         if work.kernels and times:
             parts = kernel_parts(work.kernels, gpu, times, stage.precision)
-            for name in found:
-                found[name] += getattr(parts, name)
+            for name in sums:
+                sums[name] += getattr(parts, name)
         elif work.place == "gpu":
-            found["elementwise"] += compute_time(work, gpu, stage.precision)
+            sums["elementwise"] += compute_time(work, gpu, stage.precision)
     steps = stage.schedule.steps
-    return KernelParts(**{name: seconds / steps for name, seconds in found.items()})
+    return KernelParts(**{name: seconds / steps for name, seconds in sums.items()})
 
 
 def _works(works: Iterable[Compute]) -> Iterable[Compute]:
@@ -305,21 +303,21 @@ def _most_likely(
     """The most likely values, if errors change with logarithms as `slopes` say."""
     from scipy.optimize import least_squares  # noqa: PLC0415 - 0.2 s that no help needs
 
-    spreads = np.array([one.spread for one in numbers])
-    logs = np.log([values[one.name] / before[one.name] for one in numbers])
+    spreads = np.array([n.spread for n in numbers])
+    logs = np.log([values[n.name] / before[n.name] for n in numbers])
 
     def residuals(moves: Array) -> Array:
         return np.concatenate([errors + slopes @ moves, (logs + moves) / spreads])
 
     low, high = (
-        np.array([_log(getattr(one, end) / values[one.name]) for one in numbers])
+        np.array([_log(getattr(n, end) / values[n.name]) for n in numbers])
         for end in ("least", "most")
     )
     bounds = np.minimum(low, 0) - 1e-9, np.maximum(high, 0) + 1e-9
-    found = least_squares(residuals, np.zeros(len(numbers)), bounds=bounds)
+    solved = least_squares(residuals, np.zeros(len(numbers)), bounds=bounds)
     return {
-        one.name: float(min(max(values[one.name] * math.exp(move), one.least), one.most))
-        for one, move in zip(numbers, found.x, strict=True)
+        n.name: float(min(max(values[n.name] * math.exp(move), n.least), n.most))
+        for n, move in zip(numbers, solved.x, strict=True)
     }
 
 
@@ -334,10 +332,10 @@ def _log(ratio: float) -> float:
 
 def _determined(numbers: Sequence[Number], slopes: Array) -> dict[str, float]:
     """By which part of its spread each number is less unsure."""
-    spreads = np.array([one.spread for one in numbers])
+    spreads = np.array([n.spread for n in numbers])
     precision = slopes.T @ slopes + np.diag(spreads**-2.0)
     left = np.sqrt(np.diag(np.linalg.inv(precision))) / spreads
-    return {one.name: 1 - float(share) for one, share in zip(numbers, left, strict=True)}
+    return {n.name: 1 - float(share) for n, share in zip(numbers, left, strict=True)}
 
 
 HEAD = "Written by `co2sim calibrate`"
@@ -346,7 +344,9 @@ HEAD = "Written by `co2sim calibrate`"
 _CALIBRATED = ", calibrated by "
 
 
-def stack_file(job: Question, runs: Sequence[MeasuredRun], found: Calibrated, name: str) -> bytes:
+def stack_file(
+    job: Question, runs: Sequence[MeasuredRun], calibrated: Calibrated, name: str
+) -> bytes:
     """TOML; `name` is that of the file of runs. Raises OptionError for a stack without a file."""
     stack = job.chosen_stack
     if not isinstance(stack, str):
@@ -358,14 +358,14 @@ def stack_file(job: Question, runs: Sequence[MeasuredRun], found: Calibrated, na
     document = tomlkit.document()
     document.add(tomlkit.comment(f"{HEAD}. Predict with it: --stack THIS_FILE"))
     name_before = job.load_stack().value.name.partition(_CALIBRATED)[0]
-    measured = [*tree.get("measured", ()), *_settings(runs, found)]
+    measured = [*tree.get("measured", ()), *_settings(runs, calibrated)]
     tree["name"] = f"{name_before}{_CALIBRATED}{counted(len(measured), 'run')}"
-    for one in NUMBERS:
-        if one.name in found.values:
-            tree[one.name] = {
-                "value": _rounded(found.values[one.name], one.unit),
-                "source": f"`co2sim calibrate`, {name}: {found.determined[one.name]:.0%}"
-                f" determined; it was {_rounded(found.before[one.name], one.unit)}",
+    for n in NUMBERS:
+        if n.name in calibrated.values:
+            tree[n.name] = {
+                "value": _rounded(calibrated.values[n.name], n.unit),
+                "source": f"`co2sim calibrate`, {name}: {calibrated.determined[n.name]:.0%}"
+                f" determined; it was {_rounded(calibrated.before[n.name], n.unit)}",
             }
     tree["measured"] = measured
     for key, value in tree.items():
@@ -377,10 +377,10 @@ def _rounded(value: float, unit: str) -> float | str:
     return f"{value * 1e6:.4g} us" if unit else float(f"{value:.4g}")
 
 
-def _settings(runs: Sequence[MeasuredRun], found: Calibrated) -> list[dict[str, Any]]:
+def _settings(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[dict[str, Any]]:
     settings = []
-    for run, result in zip(runs, found.last, strict=True):
-        cluster, model = moved(run.case, found.values).load()
+    for run, result in zip(runs, calibrated.last, strict=True):
+        cluster, model = moved(run.case, calibrated.values).load()
         setting = setting_of(cluster.value, model.value, result, run.case.job().kernels)
         misfit = abs(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
         settings.append(asdict(replace(setting, misfit=round(misfit, 4))))

@@ -1,7 +1,7 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -109,14 +109,14 @@ class Axes:
     def __post_init__(self) -> None:
         """Refuse numbers that cannot be."""
         for name in _COUNTS:
-            given = getattr(self, name)
-            if given is None:
+            counts = getattr(self, name)
+            if counts is None:
                 continue
-            for count in given:
+            for count in counts:
                 whole(name, count, 1, _MOST)
-            if not given or len(set(given)) < len(given):
+            if not counts or len(set(counts)) < len(counts):
                 raise OptionError(
-                    f"{name} is {', '.join(map(str, given)) or 'empty'}; give each number once"
+                    f"{name} is {', '.join(map(str, counts)) or 'empty'}; give each number once"
                 )
 
     def within(self, case: Question) -> "Axes":
@@ -142,7 +142,8 @@ class Axes:
         tps = self.tp or (_powers_up_to(min(gpus, cluster.gpus_per_node)) if divides else (1,))
         long = divides and model.unit == "token"
         cps = self.cp or (_powers_up_to(model.tokens // stack.context_tokens) if long else (1,))
-        eps = self.ep or (_powers_up_to(_MOST_EXPERTS) if divides and _mixes(model) else (1,))
+        mixes = divides and model.active_parameters < model.parameters  # it has experts
+        eps = self.ep or (_powers_up_to(_MOST_EXPERTS) if mixes else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep in product(pps, tps, cps, eps):
             if self._open and (gpus % (tp * cp * pp) or gpus // pp % ep):
@@ -170,11 +171,6 @@ def _powers_up_to(most: int) -> tuple[int, ...]:
     return tuple(2**k for k in range(max(1, most).bit_length()))
 
 
-def _mixes(model: Model) -> bool:
-    """Whether it has experts."""
-    return model.active_parameters < model.parameters
-
-
 def _lines_up(model: Model) -> bool:
     """Whether stages can have parts of it: its layers have inputs."""
     layers = model.blocks[1:-1]
@@ -197,8 +193,8 @@ def _chunks(layers: int, pp: int) -> tuple[int, ...]:
     """One, and the fewest and the most of a few that divide the layers."""
     if pp == 1:
         return (1,)
-    found = [n for n in range(2, _MOST_CHUNKS + 1) if n * pp <= layers and _even(layers, n * pp)]
-    return (1, *dict.fromkeys((*found[:1], *found[-1:])))
+    fitting = [n for n in range(2, _MOST_CHUNKS + 1) if n * pp <= layers and _even(layers, n * pp)]
+    return (1, *dict.fromkeys((*fitting[:1], *fitting[-1:])))
 
 
 def _parts(_name: str, text: str) -> tuple[str, ...]:
@@ -352,26 +348,26 @@ def candidates(space: Space) -> Candidates:
 
     Raises OptionError for a space without any case that can be, or with too many.
     """
-    found: list[Setup] = []
+    setups: list[Setup] = []
     impossible: dict[str, str] = {}
     count = 0
-    for one in space.by_stack:
-        check(one)
-    for one, cluster in product(space.by_stack, space.clusters):
-        of_cluster = _Setups(one, cluster)
-        for gpus in grid.gpu_counts(replace(one.job, cluster=cluster), one.gpus):
+    for part in space.by_stack:
+        check(part)
+    for part, cluster in product(space.by_stack, space.clusters):
+        of_cluster = _Setups(part, cluster)
+        for gpus in grid.gpu_counts(replace(part.job, cluster=cluster), part.gpus):
             for setup in of_cluster.of_size(gpus, impossible):
-                found.append(setup)
+                setups.append(setup)
                 count += len(setup.micro_batches) * len(setup.recomputes)
                 if count > _MAX:
                     raise OptionError(
                         f"these are more than {_MAX:,} candidates; give fewer GPU counts,"
                         " strategies, micro-batches, or numbers of --tp, --cp, --ep and --pp"
                     )
-    if not found:
+    if not setups:
         name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
         raise OptionError(f"{name}: {reason}" if name else reason)
-    return Candidates(setups=tuple(found), impossible=impossible)
+    return Candidates(setups=tuple(setups), impossible=impossible)
 
 
 def check(space: Space) -> None:
@@ -380,7 +376,7 @@ def check(space: Space) -> None:
         raise OptionError(f"headroom is {space.headroom:g}; it must be 0 or more, and below 1")
     if not space.recomputes:
         raise OptionError("no recomputation is given, such as none or full")
-    recomputes = [replace(space.job, recompute=one).recompute for one in space.recomputes]
+    recomputes = [replace(space.job, recompute=r).recompute for r in space.recomputes]
     for what, values in (
         ("micro-batch", space.micro_batches or ()),
         ("recomputation", recomputes),
@@ -410,8 +406,6 @@ class _Setups:
         self._cluster, self._model = entries[0].value, entries[1].value
         self._stack = self._job.load_stack().value
         self._axes = space.axes.within(space.job)
-        self._divided: set[Mesh] = set()
-        self._applying: dict[object, tuple[Recompute, ...] | OptionError] = {}
 
     def of_size(self, gpus: int, impossible: dict[str, str]) -> Iterator[Setup]:
         """Those of a number of GPUs; what is left out is noted where nothing else is in its place.
@@ -441,49 +435,22 @@ class _Setups:
         groups = -(-case.gpus // mesh.together)
         batch = self._space.batch_for(groups)
         samples = batch // groups
-        given = self._space.micro_batches or _powers(samples)
-        micros = [micro for micro in given if samples % micro == 0]
+        powers = [2**power for power in range(samples.bit_length())]
+        micros = [m for m in self._space.micro_batches or powers if samples % m == 0]
         if mesh.interleave > 1:  # interleaved stages take micro-batches by turns
             micros = [micro for micro in micros if samples // micro % mesh.pp == 0]
         if not micros:
             raise OptionError(
                 f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
             )
-        _check_workers(case)
+        if isinstance(case.parsed, LocalSteps) and scale_of_case(case).workers == 1:
+            raise OptionError("local updates need two workers")  # one averages with none
         job = case.job()
-        recomputes = self._recomputes(mesh, job)
+        job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
+        recomputes = job.applying(self._space.recomputes)
         return Setup(
             case, job, self._named, batch, samples, tuple(micros), recomputes, self._shared
         )
-
-    def _recomputes(self, mesh: Mesh, job: Job) -> tuple[Recompute, ...]:
-        """Those that there is something for. Raises OptionError where there are none."""
-        key = mesh, job.cluster.layout.world_size
-        divided = replace(mesh, pp=1, interleave=1)
-        if key not in self._applying:
-            try:
-                self._applying[key] = job.applying(self._space.recomputes)
-                if divided not in self._divided:
-                    job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
-                    self._divided.add(divided)
-            except OptionError as error:
-                self._applying[key] = error
-        found = self._applying[key]
-        if isinstance(found, OptionError):
-            raise found
-        return found
-
-
-def _check_workers(case: Question) -> None:
-    """Refuse local updates of one worker: it averages with none, and is its inner step."""
-    strategy = case.parsed
-    if isinstance(strategy, LocalSteps) and scale_of_case(case).workers == 1:
-        raise OptionError("local updates need two workers")
-
-
-def _powers(most: int) -> Sequence[int]:
-    """Powers of two that divide it, from 1 on."""
-    return [2**k for k in range(most.bit_length()) if most % 2**k == 0]
 
 
 Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
@@ -569,19 +536,19 @@ class Candidate:
 
     def ends(self, want: Want) -> tuple[float, float] | None:
         """The 90 % interval of the score; None where there is none."""
-        found = self.totals
+        totals = self.totals
         pairs = {
-            "fastest": (found.days_low, found.days_high),
-            "cheapest": (found.cost_low, found.cost_high),
-            "least-energy": (found.energy_kwh_low, found.energy_kwh_high),
+            "fastest": (totals.days_low, totals.days_high),
+            "cheapest": (totals.cost_low, totals.cost_high),
+            "least-energy": (totals.energy_kwh_low, totals.energy_kwh_high),
         }
         low, high = pairs[want]
         if low is not None and high is not None:
             return low, high
-        if found.days_low is None or found.days_high is None:
+        if totals.days_low is None or totals.days_high is None:
             return None
-        ratio = self.score(want) / found.days
-        return found.days_low * ratio, found.days_high * ratio
+        ratio = self.score(want) / totals.days
+        return totals.days_low * ratio, totals.days_high * ratio
 
     def within(self, wanted: Objective) -> bool:
         """Whether it is within all limits; what is not known is not."""

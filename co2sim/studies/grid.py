@@ -50,9 +50,9 @@ def with_change(case: Question, path: str, value: Any) -> Question:
     if path in _OF_NOISE:
         return replace(case, noise=replace(case.noise, **convert.declared(Noise, {path: value})))
     if "." not in path and path not in _OF_A_CLUSTER:
-        known = nearest(path, [*_OF_A_CASE, *_OF_NOISE, *_OF_A_CLUSTER])
+        meant = nearest(path, [*_OF_A_CASE, *_OF_NOISE, *_OF_A_CLUSTER])
         raise OptionError(
-            f"nothing is called {path!r}; {known} (or strategy.OPTION, model.NAME, inter.NAME,"
+            f"nothing is called {path!r}; {meant} (or strategy.OPTION, model.NAME, inter.NAME,"
             " intra.NAME, gpu.NAME, wan.NAME)"
         )
     return replace(case, overrides={**case.overrides, path: value})
@@ -92,8 +92,8 @@ def check(grid: Any) -> None:
 
 def settings(grid: Grid) -> list[Setting]:
     """All combinations, the last path fastest. Raises OptionError for none, or too many."""
-    found = axes(grid, _MAX_CASES, "; give a folder (--out) for more")
-    return [dict(zip(found, point, strict=True)) for point in product(*found.values())]
+    varied = axes(grid, _MAX_CASES, "; give a folder (--out) for more")
+    return [dict(zip(varied, point, strict=True)) for point in product(*varied.values())]
 
 
 def axes(grid: Grid, most: int, otherwise: str = "") -> dict[str, list[Any]]:
@@ -113,13 +113,13 @@ def axes(grid: Grid, most: int, otherwise: str = "") -> dict[str, list[Any]]:
     return found
 
 
-def cases_of(case: Question, found: Sequence[Setting]) -> list[Question]:
+def cases_of(case: Question, points: Sequence[Setting]) -> list[Question]:
     """The case at every setting. Raises OptionError for a path that is overridden already.
 
     Clusters and models are loaded, each once: what cannot be read is better said before any run.
     """
-    refuse_both(case, found[0])
-    cases = [with_changes(case, setting) for setting in found]
+    refuse_both(case, points[0])
+    cases = [with_changes(case, setting) for setting in points]
     check_inputs(cases)
     return cases
 
@@ -177,19 +177,19 @@ def cases_by_panel(
     clusters: Sequence[str],
     strategies: Sequence[Any],
     gpus: Any,
-    found: Sequence[Setting],
+    points: Sequence[Setting],
 ) -> list[tuple[str, Question]]:
     """As `over_sizes` for each cluster at every setting: the name of its panel with every case.
 
     Raises OptionError for paths of what is compared inside of a panel, too.
     """
-    for path in found[0]:
+    for path in points[0]:
         if path in {"cluster", "strategy", "gpus"} or path.startswith("strategy."):
             flag = path.partition(".")[0]
             raise OptionError(f"--vary {path}: here give --{flag} as often as it takes")
-    refuse_both(job, found[0])
+    refuse_both(job, points[0])
     made = []
-    for cluster, setting in product(clusters, found):
+    for cluster, setting in product(clusters, points):
         name = ", ".join(filter(None, [cluster, setting_name(setting)]))
         cases = over_sizes(with_changes(job, setting), [cluster], strategies, gpus)
         made += [(name, case) for case in cases]
@@ -201,16 +201,16 @@ def cases_by_panel(
 def gpu_counts(case: Question, given: Any = None) -> list[int]:
     """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
     cluster, changes = case.cluster, case.cluster_overrides
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
+    loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
     if given is not None:
         values = _values("gpus", given)
         _refuse_twice("gpus", values)
-        asked = [replace(case, gpus=value).gpus for value in values]
-        sizes = sorted(size for size in asked if size is not None)
+        counts = [replace(case, gpus=value).gpus for value in values]
+        sizes = sorted(size for size in counts if size is not None)
         for size in sizes:
-            found.resized(size)
+            loaded.resized(size)
         return sizes
-    return list(_doubled(found))
+    return list(_doubled(loaded))
 
 
 def _doubled(cluster: Cluster) -> Iterator[int]:
@@ -245,16 +245,16 @@ def offer_name(cluster: Any) -> str:
     """A cluster as people name it: by its key in the catalog, else by its name up to a colon."""
     if isinstance(cluster, str) and not is_file(cluster):
         return cluster
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster).value
-    short = found.name.partition(":")[0].strip()
+    loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster).value
+    short = loaded.name.partition(":")[0].strip()
     return short if len(short) <= _LONG_NAME else f"{short[: _LONG_NAME - 1]}…"
 
 
 def offer_names(clusters: Iterable[Any]) -> dict[str, str]:
     """The `offer_name` of each `display_name`; the latter itself where two have one name."""
     named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
-    known = list(named.values())
-    return {key: key if known.count(name) > 1 else name for key, name in named.items()}
+    offers = list(named.values())
+    return {key: key if offers.count(name) > 1 else name for key, name in named.items()}
 
 
 def strategy_title(strategy: Any) -> str:
@@ -279,14 +279,14 @@ def _values(path: str, given: Any) -> list[Any]:
 
 def _refuse_twice(path: str, values: Sequence[Any]) -> None:
     """Raise OptionError for a value that is there twice, also where it is written in two ways."""
-    found: dict[Any, Any] = {}
+    seen: dict[Any, Any] = {}
     for value in values:
         key = _meaning(path, value)
-        if key in found:
-            one, other = display_name(found[key]), display_name(value)
-            same = f"{one} is" if one == other else f"{one} and {other} are the same,"
+        if key in seen:
+            first, other = display_name(seen[key]), display_name(value)
+            same = f"{first} is" if first == other else f"{first} and {other} are the same,"
             raise OptionError(f"{path}: {same} given twice")
-        found[key] = value
+        seen[key] = value
 
 
 def _meaning(path: str, value: Any) -> Any:
@@ -311,15 +311,15 @@ def _split(path: str, text: str) -> list[str]:
     So do those before an option of a strategy: "co2:tau=48,worker=node, ddp" are two.
     """
     parts = text.split(";") if ";" in text else convert.outside_parentheses(text.split(","))
-    found: list[str] = []
+    values: list[str] = []
     for part in parts:
-        if path == "strategy" and found and ":" in found[-1] and re.match(r"\s*\w+\s*=", part):
-            found[-1] += f",{part}"
+        if path == "strategy" and values and ":" in values[-1] and re.match(r"\s*\w+\s*=", part):
+            values[-1] += f",{part}"
         else:
-            found.append(part.strip())
-    if not all(found):
+            values.append(part.strip())
+    if not all(values):
         raise OptionError(f"{path}: {text!r} has an empty value")
-    return found
+    return values
 
 
 MAX_CASES = 10_000_000
@@ -347,7 +347,7 @@ class LazyGrid:
         first = made.setting(0)
         refuse_both(case, first)
         for path, values in made.axes.items():
-            tried = [with_changes(case, {**first, path: one}) for one in values[:_TRIED]]
+            tried = [with_changes(case, {**first, path: value}) for value in values[:_TRIED]]
             check_inputs(tried)
         return made
 
@@ -360,17 +360,17 @@ class LazyGrid:
         gpu_counts = [len(values) for values in self.axes.values()]
         return [math.prod(gpu_counts[path:]) for path in range(len(gpu_counts) + 1)]
 
-    def setting(self, place: int) -> Setting:
+    def setting(self, index: int) -> Setting:
         """What varies there."""
         sizes = self._sizes[1:]
         return {
-            path: values[place // size % len(values)]
+            path: values[index // size % len(values)]
             for (path, values), size in zip(self.axes.items(), sizes, strict=True)
         }
 
-    def at(self, place: int) -> Question:
+    def at(self, index: int) -> Question:
         """The case there. Raises Co2simError where none can be."""
-        return with_changes(self.case, self.setting(place))
+        return with_changes(self.case, self.setting(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +383,8 @@ class Shard:
     @classmethod
     def read(cls, text: Any) -> "Shard":
         """From a text such as 3/16. Raises OptionError for anything else."""
-        found = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", str(text))
-        number, count = map(int, found.groups()) if found else (0, 0)
+        match = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", str(text))
+        number, count = map(int, match.groups()) if match else (0, 0)
         if not 1 <= number <= count <= _MAX_SHARDS:
             raise OptionError(
                 f"shard is {shown(text)}; it must be N/COUNT, such as 3/16: the third of sixteen,"

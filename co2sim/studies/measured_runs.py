@@ -80,17 +80,17 @@ def measured_runs(path: Path, job: Question) -> list[MeasuredRun]:
 
     Raises CatalogError for a file that cannot be read, and for a bad row with its line and rule.
     """
-    found = []
+    runs = []
     for line, row in _rows(path):
         where = f"{path}, line {line}"
         try:
-            found.append(_run(where, row, job, path.parent))
+            runs.append(_run(where, row, job, path.parent))
         except Co2simError as error:
             text = str(error)
             raise CatalogError(text if text.startswith(where) else f"{where}: {text}") from error
-    if not found:
+    if not runs:
         raise CatalogError(f"{path}: no rows; one run is one row below the line of columns")
-    return found
+    return runs
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
@@ -102,27 +102,27 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
         raise CatalogError(f"cannot read {path}: {reason}") from error
     columns: list[str] | None = None
     count = 0
-    for number, line in enumerate(io.StringIO(text), start=1):
+    for line_number, line in enumerate(io.StringIO(text), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         try:
             texts = [text.strip() for text in next(csv.reader([line.rstrip("\n")], strict=True))]
         except csv.Error as error:
-            raise CatalogError(f"{path}, line {number}: {error}") from error
+            raise CatalogError(f"{path}, line {line_number}: {error}") from error
         if columns is None:
             columns = texts
             _check_columns(path, columns)
             continue
         if len(texts) != len(columns):
             raise CatalogError(
-                f"{path}, line {number}: {len(texts)} fields under {len(columns)} columns"
+                f"{path}, line {line_number}: {len(texts)} fields under {len(columns)} columns"
             )
         count += 1
         if count > _MOST_ROWS:
             raise CatalogError(
                 f"{path} has more than {_MOST_ROWS} rows, the most that there may be"
             )
-        yield number, {name: text for name, text in zip(columns, texts, strict=True) if text}
+        yield line_number, {name: text for name, text in zip(columns, texts, strict=True) if text}
 
 
 def _check_columns(path: Path, columns: list[str]) -> None:
@@ -233,19 +233,19 @@ def read_profile(path: Path) -> Profile:
     what is none.
     """
     events = _events(path)
-    kernels = [one for one in events if one.get("cat") in _KERNELS]
+    kernels = [event for event in events if event.get("cat") in _KERNELS]
     if not kernels:
         raise CatalogError(
             f"{path}: no kernels of a GPU in the trace; record it with"
             " torch.profiler.ProfilerActivity.CUDA"
         )
-    marks = [one for one in events if _STEP_NAME.fullmatch(str(one.get("name")))]
-    steps = [one for one in marks if one.get("cat") != _GPU_MARK]
-    if not steps or not median(one["dur"] for one in steps):
+    marks = [event for event in events if _STEP_NAME.fullmatch(str(event.get("name")))]
+    steps = [event for event in marks if event.get("cat") != _GPU_MARK]
+    if not steps or not median(event["dur"] for event in steps):
         raise CatalogError(
             f"{path}: no step in the trace is marked; call profiler.step() at the end of each"
         )
-    names = [one["name"] for one in steps]
+    names = [event["name"] for event in steps]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise CatalogError(
@@ -259,10 +259,10 @@ def read_profile(path: Path) -> Profile:
         )
     _check_one_gpu(path, kernels)
     times = dict.fromkeys((*_PARTS, ""), 0.0)
-    for one in kernels:
-        times[part_of_step(str(one.get("name")))] += one["dur"]
+    for event in kernels:
+        times[part_of_step(str(event.get("name")))] += event["dur"]
     each = {name: times[name] * 1e-6 / len(steps) for name in _PARTS}
-    return Profile(step=median(one["dur"] for one in steps) * 1e-6, **each)
+    return Profile(step=median(event["dur"] for event in steps) * 1e-6, **each)
 
 
 def _of_steps(
@@ -273,17 +273,17 @@ def _of_steps(
     Where the launch of a kernel is not in the trace, the kernel has to begin within a mark.
     """
     launches = {
-        _argument(one, "correlation"): one["ts"] for one in events if one.get("cat") not in _KERNELS
+        _argument(e, "correlation"): e["ts"] for e in events if e.get("cat") not in _KERNELS
     }
     launches.pop(None, None)
-    on_host = _Spans.of(one for one in marks if one.get("cat") != _GPU_MARK)
+    on_host = _Spans.of(e for e in marks if e.get("cat") != _GPU_MARK)
     anywhere = _Spans.of(marks)
-    found = []
-    for one in kernels:
-        launch = launches.get(_argument(one, "correlation"))
-        if anywhere.hold(one["ts"]) if launch is None else on_host.hold(launch):
-            found.append(one)
-    return found
+    within = []
+    for e in kernels:
+        launch = launches.get(_argument(e, "correlation"))
+        if anywhere.hold(e["ts"]) if launch is None else on_host.hold(launch):
+            within.append(e)
+    return within
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +297,7 @@ class _Spans:
     def of(cls, marks: Iterable[Mapping[str, Any]]) -> Self:
         begins: list[float] = []
         ends: list[float] = []
-        for begin, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in marks):
+        for begin, end in sorted((mark["ts"], mark["ts"] + mark["dur"]) for mark in marks):
             if ends and begin <= ends[-1]:
                 ends[-1] = max(ends[-1], end)
             else:
@@ -306,20 +306,20 @@ class _Spans:
         return cls(begins, ends)
 
     def hold(self, time: float) -> bool:
-        number = bisect_right(self.begins, time) - 1
-        return number >= 0 and time < self.ends[number]
+        turn = bisect_right(self.begins, time) - 1
+        return turn >= 0 and time < self.ends[turn]
 
 
 def _check_one_gpu(path: Path, kernels: list[dict[str, Any]]) -> None:
     """Refuse kernels of several devices or processes, or more than a stream has time for."""
-    gpus = {str((one.get("pid"), _argument(one, "device"))) for one in kernels}
+    gpus = {str((kernel.get("pid"), _argument(kernel, "device"))) for kernel in kernels}
     streams: dict[str, float] = {}
-    for one in kernels:
-        if part_of_step(str(one.get("name"))) != "communication":  # beside others on some queues
-            stream = str(_argument(one, "stream") or one.get("tid"))
-            streams[stream] = streams.get(stream, 0.0) + one["dur"]
-    first = min(one["ts"] for one in kernels)
-    last = max(one["ts"] + one["dur"] for one in kernels)
+    for kernel in kernels:
+        if part_of_step(str(kernel.get("name"))) != "communication":  # beside others on some queues
+            stream = str(_argument(kernel, "stream") or kernel.get("tid"))
+            streams[stream] = streams.get(stream, 0.0) + kernel["dur"]
+    first = min(kernel["ts"] for kernel in kernels)
+    last = max(kernel["ts"] + kernel["dur"] for kernel in kernels)
     if len(gpus) > 1:
         raise CatalogError(
             f"{path}: kernels of {len(gpus)} GPUs in the trace; give the trace of one process with"
@@ -354,14 +354,13 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         tree = json.loads(content)
         events = tree["traceEvents"] if isinstance(tree, dict) else tree
-        timed = [one for one in events if one.get("ph") == "X" and _timed(one)]
+        whole = [e for e in events if e.get("ph") == "X"]
+        return [e for e in whole if _is_time(e.get("ts")) and _is_time(e.get("dur"))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CatalogError(
             f"{path} is no trace of PyTorch's profiler (export_chrome_trace)"
         ) from error
-    return timed
 
 
-def _timed(event: Mapping[str, Any]) -> bool:
-    numbers = event.get("ts"), event.get("dur")
-    return all(isinstance(one, int | float) and 0 <= one < math.inf for one in numbers)
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf

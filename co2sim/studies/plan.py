@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
-from co2sim.common.errors import Co2simError, EngineError, OptionError
+from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
-from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
 from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
@@ -20,7 +19,7 @@ from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.pools import Engine, Pool, opened
-from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.run_all import Failure, Outcome, run_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +76,13 @@ def plan(
     engine = engine or Engine(jobs=jobs)
     _check_prices(space, wanted)
     tried = candidates(space)
-    named = {strategy_title(one.case.strategy): one.case for one in tried.setups}
+    named = {strategy_title(setup.case.strategy): setup.case for setup in tried.setups}
     unknown = tuple(
         name
         for name, case in named.items()
         if "auto" not in name and step_factor(name, scale_of_case(case), wanted.goal) is None
     )
-    kept = [one for one in tried.setups if strategy_title(one.case.strategy) not in unknown]
+    kept = [setup for setup in tried.setups if strategy_title(setup.case.strategy) not in unknown]
     if unknown and not kept:
         raise OptionError(
             f"it is not known what a step of {unknown[0]} is worth; give"
@@ -105,7 +104,7 @@ def plan(
         wanted=wanted,
         choice=choice,
         runner_up=runner_up,
-        rival=next((one for one in best if choice and _elsewhere(choice, one)), None),
+        rival=next((option for option in best if choice and _elsewhere(choice, option)), None),
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
         best=tuple(best),
         front=tuple(front(option for _, option in search.options)),
@@ -142,7 +141,7 @@ def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
     ends, others = choice.ends(want), other.ends(want)
     if ends is None or others is None:
         return True
-    if max(one.result.steps_per_round for one in (choice, other)) == 1:
+    if max(option.result.steps_per_round for option in (choice, other)) == 1:
         ratio = abs(math.log(choice.score(want) / other.score(want)))
         return ends[1] >= others[0] and ratio <= unshared(choice.result, other.result)
     return ends[1] >= others[0]
@@ -180,9 +179,6 @@ def _check_prices(space: Space, wanted: Objective) -> None:
             " --set price_per_gpu='2.5 USD/h', say"
         )
 
-
-_Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
-"""The best group and the next one, each with the score of its best option."""
 
 _WAVE = 4
 """Cases for each process at a time; between waves, those that cannot win any more are dropped."""
@@ -234,16 +230,16 @@ class Search:
         group_of = _grouping([setup.case for setup in setups])
         self._groups = {id(setup): group_of(setup.case) for setup in setups}
         self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
-        self._worth = _Worth(wanted)
+        self._steps = {id(setup): _steps(setup, wanted) for setup in setups}
         self.impossible: dict[str, str] = {}
         self._promises = list(self._first_promises(setups))
-        self._queue = [(one.order, one) for one in self._promises]
+        self._queue = [(promise.order, promise) for promise in self._promises]
         heapify(self._queue)
         self._done: set[int] = set()
         self._front: list[tuple[float, float]] = []
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
-        self._leaders: _Leaders = (None, None)
+        self._least_of: dict[object, float] = {}
         self._on_cluster: dict[str, float] = {}
         self.failed: list[str] = []
         self.large = 0
@@ -255,7 +251,7 @@ class Search:
 
     def _first_promises(self, setups: Sequence[Setup]) -> Iterator[_Promise]:
         """All candidates; of what cannot be, only why."""
-        place = 0
+        order = 0
         for setup in setups:
             for recompute in setup.recomputes:
                 for micro in setup.micro_batches:
@@ -265,17 +261,17 @@ class Search:
                     except Co2simError as error:
                         self._leave_out(setup, error)
                         continue
-                    score, days, spent = self._worth.least(setup, least)
+                    score, days, spent = self._least(setup, least)
                     yield _Promise(
                         setup=setup,
-                        place=place,
+                        place=order,
                         micro_batch=micro,
                         recompute=recompute,
                         score=score,
                         days=days,
                         spent=spent,
                     )
-                    place += 1
+                    order += 1
 
     def _leave_out(self, setup: Setup, reason: object) -> None:
         case = setup.case
@@ -293,9 +289,9 @@ class Search:
             with opened(engine, total) as pool:
                 size = 1 if pool is None else _WAVE * pool.slots
                 while wave := self._wave(size):
-                    for promise, found in _with_outcomes(wave, pool):
+                    for promise, outcome in _with_outcomes(wave, pool):
                         if not self._hopeless(promise):
-                            self._note(promise, found)
+                            self._note(promise, outcome)
                     if done:
                         done(total - len(self._queue), total)
         except KeyboardInterrupt:
@@ -304,42 +300,42 @@ class Search:
 
     def _wave(self, size: int) -> list[_Found]:
         """What comes next, until this number is to be simulated: "" stands for their outcome."""
-        found: list[_Found] = []
+        wave: list[_Found] = []
         while size and self._queue:
-            one = heappop(self._queue)[1]
-            if self._hopeless(one):
+            promise = heappop(self._queue)[1]
+            if self._hopeless(promise):
                 continue
-            if one.close:
-                found.append((one, ""))
+            if promise.close:
+                wave.append((promise, ""))
                 size -= 1
             else:
                 try:
-                    closer = self._closer(one)
+                    closer = self._closer(promise)
                 except Co2simError as error:
-                    found.append((one, str(error)))
+                    wave.append((promise, str(error)))
                     continue
                 if closer is None:
-                    found.append((one, None))
+                    wave.append((promise, None))
                 else:
-                    self._promises[one.place] = closer
+                    self._promises[promise.place] = closer
                     heappush(self._queue, (closer.order, closer))
-        return found
+        return wave
 
-    def _closer(self, one: _Promise) -> _Promise | None:
+    def _closer(self, promise: _Promise) -> _Promise | None:
         """With the closer bound; None without room. Raises Co2simError for what cannot be."""
-        setup = one.setup
-        if not setup.fits(one.micro_batch, one.recompute, self._headroom):
+        setup = promise.setup
+        if not setup.fits(promise.micro_batch, promise.recompute, self._headroom):
             return None
         if setup.open:
-            return replace(one, close=True)
-        steps = setup.samples // one.micro_batch
-        least = setup.bound.close(one.micro_batch, steps, one.recompute)
-        score, days, spent = self._worth.least(setup, least)
+            return replace(promise, close=True)
+        steps = setup.samples // promise.micro_batch
+        least = setup.bound.close(promise.micro_batch, steps, promise.recompute)
+        score, days, spent = self._least(setup, least)
         return replace(
-            one,
-            score=max(score, one.score),
-            days=max(days, one.days),
-            spent=max(spent, one.spent),
+            promise,
+            score=max(score, promise.score),
+            days=max(days, promise.days),
+            spent=max(spent, promise.spent),
             close=True,
         )
 
@@ -349,8 +345,8 @@ class Search:
         for group, option in self._outside:
             self._keep(group, option)
         self._outside = []
-        left = [one for one in self._promises if one.place not in self._done]
-        self._queue = [(one.order, one) for one in left]
+        left = [promise for promise in self._promises if promise.place not in self._done]
+        self._queue = [(promise.order, promise) for promise in left]
         heapify(self._queue)
 
     @property
@@ -363,136 +359,55 @@ class Search:
 
         If the search was stopped, those of all groups.
         """
-        found: dict[object, Candidate] = {}
+        best_of: dict[object, Candidate] = {}
 
         def rank(pair: tuple[object, Candidate]) -> tuple[float, float, int]:
             option = pair[1]
             return option.score(self._wanted.want), option.totals.days, option.result.gpus
 
         for group, option in sorted(self.options, key=rank):
-            found.setdefault(group, option)
+            best_of.setdefault(group, option)
         least: dict[object, float] = {}
-        for one in self._promises if not self._queue else ():
-            if one.place not in self._done and not self._outside_limits(one):
-                group = self._groups[id(one.setup)]
-                least[group] = min(one.score, least.get(group, math.inf))
+        for promise in self._promises if not self._queue else ():
+            if promise.place not in self._done and not self._outside_limits(promise):
+                group = self._groups[id(promise.setup)]
+                least[group] = min(promise.score, least.get(group, math.inf))
         return [
             option
-            for group, option in found.items()
+            for group, option in best_of.items()
             if option.score(self._wanted.want) <= least.get(group, math.inf)
         ]
 
-    def _hopeless(self, one: _Promise) -> bool:
+    def _hopeless(self, promise: _Promise) -> bool:
         """Whether even at its best a case is out of the limits, or beaten in all that counts.
 
         What counts is to be the best, or the best of another group (the runner-up), or of a
         cluster, or on the front.
         """
-        if self._outside_limits(one):
+        if self._outside_limits(promise):
             return True
-        setup = id(one.setup)
+        setup = id(promise.setup)
         on_cluster = self._on_cluster.get(self._names[setup], math.inf)
         beaten = max(self._to_beat(self._groups[setup]), on_cluster)
-        return one.score >= beaten and any(
-            days <= one.days and spent <= one.spent for days, spent in self._front
+        return promise.score >= beaten and any(
+            days <= promise.days and spent <= promise.spent for days, spent in self._front
         )
 
-    def _outside_limits(self, one: _Promise) -> bool:
+    def _outside_limits(self, promise: _Promise) -> bool:
         """Whether even at its best a case takes too long, or costs too much."""
         wanted = self._wanted
-        if wanted.deadline is not None and one.days > wanted.deadline:
+        if wanted.deadline is not None and promise.days > wanted.deadline:
             return True
-        return wanted.budget is not None and one.spent > wanted.budget
+        return wanted.budget is not None and promise.spent > wanted.budget
 
     def _to_beat(self, group: object) -> float:
         """The score of the best option, for its own group; of the runner-up for all others."""
-        first, second = self._leaders
-        if first is None:
-            return math.inf
-        if group == first[0]:
-            return first[1]
-        return math.inf if second is None else second[1]
+        first, second = sorted([*self._least_of.values(), math.inf, math.inf])[:2]
+        return first if self._least_of.get(group) == first else second
 
-    def _keep(self, group: object, option: Candidate) -> None:
-        """Note an option within the limits."""
-        self.options.append((group, option))
-        score = option.score(self._wanted.want)
-        self._lead(group, score)
-        name = display_name(option.case.cluster)
-        self._on_cluster[name] = min(score, self._on_cluster.get(name, math.inf))
-        days, spent = option.totals.days, option.spent
-        if not any(d <= days and s <= spent for d, s in self._front):
-            self._front = [(d, s) for d, s in self._front if d < days or s < spent]
-            self._front.append((days, spent))
-
-    def _lead(self, group: object, score: float) -> None:
-        """Keep the best two groups, with the scores of their best options."""
-        known = dict(pair for pair in self._leaders if pair)
-        known[group] = min(score, known.get(group, math.inf))
-        ranked = sorted(known.items(), key=lambda pair: pair[1])
-        self._leaders = ranked[0], ranked[1] if len(ranked) > 1 else None
-
-    def _note(self, one: _Promise, found: Outcome | str | None) -> None:
-        self._done.add(one.place)
-        if found is None:
-            self.large += 1
-        elif isinstance(found, str):
-            self._leave_out(one.setup, found)
-        else:
-            self._note_outcome(one, found)
-
-    def _note_outcome(self, one: _Promise, outcome: Outcome) -> None:
-        self.simulated += 1
-        if isinstance(outcome, Failure):
-            self.failed.append(outcome.reason)
-            return
-        used, room = outcome.memory_bytes_per_gpu["total"], outcome.gpu_memory_bytes
-        if not fits(used, room, self._headroom):
-            self.large += 1
-            return
-        case = one.setup.of(one.micro_batch, one.recompute)
-        try:
-            found = totals_of(case, outcome, self._wanted.tokens, self._wanted.goal)
-        except OptionError as error:  # failures leave no time
-            self.failed.append(f"{case.title}: {error}")
-            return
-        if found is None:
-            self.failed.append(f"it is not known what a step of {outcome.strategy} is worth")
-            return
-        cluster = self._worth.cluster(one.setup)
-        option = Candidate(case=case, cluster=cluster, result=outcome, totals=found)
-        group = self._groups[id(one.setup)]
-        if option.within(self._wanted):
-            self._keep(group, option)
-        else:
-            self._outside.append((group, option))
-
-
-class _Worth:
-    """What the least time of a step comes to: in score, days and money."""
-
-    def __init__(self, wanted: Objective) -> None:
-        self._wanted = wanted
-        self._steps: dict[int, tuple[float, Cluster]] = {}
-
-    def cluster(self, setup: Setup) -> Cluster:
-        """That of all its GPUs."""
-        return setup.sized.cluster
-
-    def _of(self, setup: Setup) -> tuple[float, Cluster]:
-        """The steps of a training, and its cluster; micro-batches and recomputation change none."""
-        if id(setup) not in self._steps:
-            case = setup.case
-            name = strategy_title(case.strategy)
-            factor = step_factor(name, scale_of_case(case), self._wanted.goal)
-            trained = self._wanted.tokens * (1.0 if factor is None else factor.factor)
-            tokens = setup.global_batch * setup.sized.model.tokens
-            self._steps[id(setup)] = trained / tokens, self.cluster(setup)
-        return self._steps[id(setup)]
-
-    def least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
-        """Score, days, and money or GPU-hours."""
-        steps, cluster = self._of(setup)
+    def _least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
+        """Score, days, and money or GPU-hours, of a training whose steps take the least."""
+        steps, cluster = self._steps[id(setup)], setup.sized.cluster
         days = steps * least.seconds / DAY * _BELOW
         price, gpus = cluster.price_per_gpu, cluster.layout.world_size
         spent = days * gpus * (24 if price is None else DAY * price)
@@ -502,6 +417,61 @@ class _Worth:
             return spent, days, spent
         joules = power.least_energy(cluster, least.seconds, least.computing)
         return (0.0 if joules is None else joules / 3.6e6 * steps * _BELOW), days, spent
+
+    def _keep(self, group: object, option: Candidate) -> None:
+        """Note an option within the limits."""
+        self.options.append((group, option))
+        score = option.score(self._wanted.want)
+        self._least_of[group] = min(score, self._least_of.get(group, math.inf))
+        name = display_name(option.case.cluster)
+        self._on_cluster[name] = min(score, self._on_cluster.get(name, math.inf))
+        days, spent = option.totals.days, option.spent
+        if not any(d <= days and s <= spent for d, s in self._front):
+            self._front = [(d, s) for d, s in self._front if d < days or s < spent]
+            self._front.append((days, spent))
+
+    def _note(self, promise: _Promise, outcome: Outcome | str | None) -> None:
+        self._done.add(promise.place)
+        if outcome is None:
+            self.large += 1
+        elif isinstance(outcome, str):
+            self._leave_out(promise.setup, outcome)
+        else:
+            self._note_outcome(promise, outcome)
+
+    def _note_outcome(self, promise: _Promise, outcome: Outcome) -> None:
+        self.simulated += 1
+        if isinstance(outcome, Failure):
+            self.failed.append(f"{outcome.case}: {outcome.reason}")
+            return
+        used, room = outcome.memory_bytes_per_gpu["total"], outcome.gpu_memory_bytes
+        if not fits(used, room, self._headroom):
+            self.large += 1
+            return
+        case = promise.setup.of(promise.micro_batch, promise.recompute)
+        try:
+            totals = totals_of(case, outcome, self._wanted.tokens, self._wanted.goal)
+        except OptionError as error:  # failures leave no time
+            self.failed.append(f"{case.title}: {error}")
+            return
+        if totals is None:
+            self.failed.append(f"it is not known what a step of {outcome.strategy} is worth")
+            return
+        cluster = promise.setup.sized.cluster
+        option = Candidate(case=case, cluster=cluster, result=outcome, totals=totals)
+        group = self._groups[id(promise.setup)]
+        if option.within(self._wanted):
+            self._keep(group, option)
+        else:
+            self._outside.append((group, option))
+
+
+def _steps(setup: Setup, wanted: Objective) -> float:
+    """The steps of a training; micro-batches and recomputation change none."""
+    case = setup.case
+    factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
+    trained = wanted.tokens * (1.0 if factor is None else factor.factor)
+    return trained / (setup.global_batch * setup.sized.model.tokens)
 
 
 def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
@@ -521,19 +491,8 @@ def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
 
 def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found]:
     """Those of a wave; what is to be simulated has a result, or a failure."""
-    cases = [one.setup.of(one.micro_batch, one.recompute) for one, found in wave if found == ""]
-    outcomes = iter(_outcomes(cases, pool) if cases else ())
-    for one, found in wave:
-        yield one, next(outcomes) if found == "" else found
-
-
-def _outcomes(cases: Sequence[Question], pool: Pool | None) -> Sequence[Outcome]:
-    """A result or a failure for each."""
-    try:
-        return run_on(pool, cases, progress=False)
-    except Interrupted:
-        raise KeyboardInterrupt from None
-    except EngineError:
-        raise
-    except Co2simError as error:  # all of them
-        return [Failure(case.title, error) for case in cases]
+    waiting = [promise for promise, outcome in wave if outcome == ""]
+    cases = [each.setup.of(each.micro_batch, each.recompute) for each in waiting]
+    outcomes = iter(run_on(pool, cases, progress=False) if cases else ())
+    for promise, outcome in wave:
+        yield promise, next(outcomes) if outcome == "" else outcome

@@ -23,38 +23,13 @@ from dataclasses import astuple, dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from co2sim.common.convert import Count, shown, whole
 from co2sim.common.errors import Co2simError, EngineError, OptionError, ResourceError, nearest
 from co2sim.common.resources import share_memory
 from co2sim.common.units import Seconds
 from co2sim.common.version import own_identity
-
-
-class Pool(Protocol):
-    """Workers that are there. A future gives what `work` gives, or the engine's own error."""
-
-    @property
-    def slots(self) -> int:
-        """How many tasks should be under way."""
-
-    @property
-    def share(self) -> int:
-        """The most workers that one machine has, which share its memory."""
-
-    def submit(self, share: int, content: bytes) -> Future[Any]:
-        """Start a task; `share` is how many share the memory of a machine meanwhile."""
-
-    def died(self, error: BaseException) -> bool:
-        """Whether an error of a future says that its worker died, again and again."""
-
-    def check(self) -> None:
-        """Raise EngineError where no worker is left; called every few seconds."""
-
-    def close(self) -> None:
-        """Stop what is under way, and let go of the workers."""
-
 
 _DONE, _OTHER, _UNREAD = "done", "other", "unread"
 
@@ -77,33 +52,33 @@ def work(expected: Sequence[str], share: int, content: bytes) -> tuple[str, Any]
 
     Nothing is read before it is clear that the sender has the same co2sim.
     """
-    own = own_identity()
-    if tuple(expected) != astuple(own):
-        return _OTHER, (platform.node(), str(own))
+    here = own_identity()
+    if tuple(expected) != astuple(here):
+        return _OTHER, (platform.node(), str(here))
     share_memory(share)
     try:
         function, cases = pickle.loads(content)  # noqa: S301 - of who may run code here anyway
     except Exception as error:  # noqa: BLE001 - whatever a class of a user raises
         return _UNREAD, f"{type(error).__name__}: {error}"
     began = time.perf_counter()
-    found = [function(case) for case in cases]
-    return _DONE, (time.perf_counter() - began, found)
+    results = [function(case) for case in cases]
+    return _DONE, (time.perf_counter() - began, results)
 
 
-def answers(given: tuple[str, Any]) -> tuple[float, list[Any]]:
+def answers(answer: tuple[str, Any]) -> tuple[float, list[Any]]:
     """Seconds and answers of a task. Raises EngineError for a worker that could not work."""
-    kind, found = given
+    kind, content = answer
     if kind == _OTHER:
-        host, other = found
+        host, other = content
         raise EngineError(
             f"the worker on {host} has {other}; here it is {own_identity()}: install the same there"
         )
     if kind == _UNREAD:
         raise EngineError(
-            f"a worker cannot read the cases: {found}; what they are made of has to be installed"
+            f"a worker cannot read the cases: {content}; what they are made of has to be installed"
             " there, too"
         )
-    seconds, results = found
+    seconds, results = content
     return seconds, results
 
 
@@ -115,15 +90,13 @@ Answer: TypeAlias = tuple[int, Any, Any]
 _TASK: Seconds = 0.25
 """Of cases that make one task: far longer than it takes to send them."""
 _MAX_OF_A_TASK = 64
-_MAX_ALONE = 1000
-"""Cases that wait to run alone, before the others wait for them."""
 _LOOK: Seconds = 5.0
 """Between two looks at whether anybody is left to work."""
 _KILLED = "its process was killed, perhaps for want of memory"
 
 
 def run_flow(
-    pool: Pool,
+    pool: "Pool",
     items: Iterable[Item],
     function: Callable[[Any], Any],
     total: int,
@@ -136,63 +109,48 @@ def run_flow(
     workers have another co2sim, or where none is left.
     """
     flow = _CaseFlow(pool, function, total)
-    source = iter(items)
+    alone: list[Item] = []
     try:
-        while True:
-            alone: list[Item] = []
-            for place, case, answer in flow.together(source):
-                if isinstance(answer, ResourceError) or crowded(answer):
-                    alone.append((place, case))
-                    flow.paused = len(alone) >= _MAX_ALONE
-                else:
-                    yield place, case, answer
-            yield from flow.one_by_one(alone)
-            if not flow.paused:
-                return
-            flow.paused = False
+        for index, case, answer in flow.through(iter(items)):
+            if isinstance(answer, ResourceError) or crowded(answer):
+                alone.append((index, case))
+            else:
+                yield index, case, answer
+        yield from flow.through(iter(alone), alone=True)
     finally:
         flow.cancel()
 
 
 class _CaseFlow:
-    """What is under way; `paused` starts nothing new."""
+    """What is under way."""
 
-    def __init__(self, pool: Pool, function: Callable[[Any], Any], total: int) -> None:
-        self.paused = False
+    def __init__(self, pool: "Pool", function: Callable[[Any], Any], total: int) -> None:
         self._pool, self._function, self._left = pool, function, total
         self._flying: dict[Future[Any], Sequence[Item]] = {}
         self._again: deque[Item] = deque()
         self._size = 1
         self._looked = time.monotonic()
 
-    def together(self, source: Iterator[Item]) -> Iterator[Answer]:
-        """As many at a time as there are workers, until all cases are taken, or it is paused."""
+    def through(self, source: Iterator[Item], *, alone: bool = False) -> Iterator[Answer]:
+        """As many at a time as there are workers, or each `alone`, until all cases are taken."""
+        self._left = 0 if alone else self._left  # one case a task
         while True:
-            while len(self._flying) < self._pool.slots and (chunk := self._next(source)):
-                self._start(chunk, self._pool.share)
+            slots, share = (1, 1) if alone else (self._pool.slots, self._pool.share)
+            while len(self._flying) < slots and (chunk := self._next(source)):
+                content = pack(self._function, [case for _, case in chunk])
+                self._flying[self._pool.submit(share, content)] = chunk
             if not self._flying:
                 return
             for future in self._done():
                 chunk = self._flying.pop(future)
-                found = self._answers(future)
-                if found is not None:
-                    for (place, case), answer in zip(chunk, found, strict=True):
-                        yield place, case, answer
+                answers = self._answers(future)
+                if answers is not None:
+                    for (index, case), answer in zip(chunk, answers, strict=True):
+                        yield index, case, answer
                 elif len(chunk) > 1:
                     self._again.extend(chunk)
                 else:
                     yield *chunk[0], ResourceError(_KILLED)
-
-    def one_by_one(self, items: Iterable[Item]) -> Iterator[Answer]:
-        """Each alone: nothing else is under way."""
-        for place, case in items:
-            self._start([(place, case)], 1)
-            while not (done := self._done()):
-                pass
-            (future,) = done
-            del self._flying[future]
-            found = self._answers(future)
-            yield place, case, ResourceError(_KILLED) if found is None else found[0]
 
     def cancel(self) -> None:
         """Want no answers any more."""
@@ -203,16 +161,10 @@ class _CaseFlow:
         """Cases of the next task: one of those whose worker died, or some new ones."""
         if self._again:
             return [self._again.popleft()]
-        if self.paused:
-            return []
         fair = self._left // (2 * self._pool.slots)  # so that all end at about the same time
         chunk = list(islice(source, max(1, min(self._size, fair))))
         self._left -= len(chunk)
         return chunk
-
-    def _start(self, chunk: Sequence[Item], share: int) -> None:
-        content = pack(self._function, [case for _, case in chunk])
-        self._flying[self._pool.submit(share, content)] = chunk
 
     def _done(self) -> set[Future[Any]]:
         if time.monotonic() - self._looked >= _LOOK:
@@ -223,7 +175,7 @@ class _CaseFlow:
     def _answers(self, future: Future[Any]) -> list[Any] | None:
         """What a task found; None where its worker died."""
         try:
-            seconds, found = answers(future.result())
+            seconds, results = answers(future.result())
         except Co2simError:
             raise
         except (Exception, CancelledError) as error:
@@ -231,13 +183,13 @@ class _CaseFlow:
                 return None
             self._pool.check()
             causes = (error.__cause__, error)
-            reason = next(f"{type(one).__name__}: {one}" for one in causes if one is not None)
+            reason = next(f"{type(e).__name__}: {e}" for e in causes if e is not None)
             raise EngineError(
                 f"a worker cannot run {own_identity()}: {' '.join(reason.split())}"
             ) from error
-        each = max(seconds / len(found), 1e-6)
+        each = max(seconds / len(results), 1e-6)
         self._size = max(1, min(int(_TASK / each), 2 * self._size, _MAX_OF_A_TASK))
-        return found
+        return results
 
 
 _PARENT_LOOK: Seconds = 0.5
@@ -253,8 +205,8 @@ class LokyPool:
         self._crew: list[tuple[Any, Future[Any]]] = []
 
     def submit(self, share: int, content: bytes) -> Future[Any]:
-        """Give a task to a process that has none."""
-        free = next((place for place, (_, last) in enumerate(self._crew) if last.done()), None)
+        """Give a task to a process that has none; `share` of them share the memory meanwhile."""
+        free = next((turn for turn, (_, last) in enumerate(self._crew) if last.done()), None)
         worker = None
         if free is not None:
             worker, last = self._crew.pop(free)
@@ -439,6 +391,11 @@ class DaskPool:
             self._seen = time.monotonic()
 
 
+Pool: TypeAlias = LokyPool | DaskPool
+"""Workers that are there: `slots` tasks should be under way, and `share` is the most workers that
+one machine has. A future gives what `work` gives, or the engine's own error."""
+
+
 def _distributed() -> Any:
     try:
         if "distributed" not in sys.modules:  # else its logs are the business of who imported it
@@ -470,14 +427,14 @@ def _client(distributed: Any, scheduler: str) -> Any:
 
 def _reach(address: str) -> None:
     """Check that something listens at HOST:PORT; the library would take longer."""
-    found = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
-    if found is None:
+    match = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
+    if match is None:
         raise OptionError(
             f"scheduler is {shown(address)}; of Dask it is tcp://HOST:8786, or the .json file it"
             " wrote"
         )
     try:
-        socket.create_connection((found[1], int(found[2])), timeout=_CONNECT_TIMEOUT).close()
+        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_TIMEOUT).close()
     except (OSError, OverflowError, UnicodeError) as error:
         reason = " ".join(str(error).split())
         raise EngineError(f"no Dask scheduler answers at {address}: {reason}") from None
@@ -519,10 +476,10 @@ class Engine:
     def __post_init__(self) -> None:
         """Check all of it."""
         if self.name not in ENGINES:
-            known = nearest(self.name, ENGINES) if isinstance(self.name, str) else ""
+            meant = nearest(self.name, ENGINES) if isinstance(self.name, str) else ""
             raise OptionError(
                 f"engine is {shown(self.name)}; it is one of {', '.join(ENGINES)}"
-                + (f"; {known}" if "mean" in known else "")
+                + (f"; {meant}" if "mean" in meant else "")
             )
         processes(self.jobs, 2)
         if self.scheduler is None:

@@ -9,12 +9,11 @@ import io
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -45,7 +44,8 @@ _EARLIER = "_earlier"
 """A folder inside, which readers of Parquet skip: parts of other cases, until all is complete."""
 _AT_HAND = 64
 """Parts that are kept in memory after they were read."""
-_KEY_BYTES = 16
+_KEY = "S16"
+"""Bytes of a key, as NumPy has them."""
 
 
 class ParquetParts:
@@ -67,29 +67,31 @@ class ParquetParts:
         check_writable(folder)
         self._files = [*folder.glob("*.parquet"), *(folder / _EARLIER).glob("*.parquet")]
         self._places, self._keys = self._index()
-        self._at_hand: OrderedDict[int, Any] = OrderedDict()
+        self._table = lru_cache(_AT_HAND)(self._read)
         self._written: set[Path] = set()
 
     def find(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The rows with these keys that the folder has, but for those of cases that failed."""
-        wanted = np.array([bytes.fromhex(key) for key in keys], dtype=f"V{_KEY_BYTES}")
+        wanted = np.array([bytes.fromhex(key) for key in keys], dtype=_KEY)
         if not len(self._keys) or not len(wanted):
             return {}
-        at = np.minimum(np.searchsorted(_ordered(self._keys), _ordered(wanted)), self._last)
-        there = np.flatnonzero(self._keys[at] == wanted)
+        near = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        there = np.flatnonzero(self._keys[near] == wanted)
         by_file: dict[int, list[tuple[int, str]]] = {}
-        for place in there.tolist():
-            file, row = self._places[at[place]].tolist()
-            by_file.setdefault(file, []).append((row, keys[place]))
-        found: dict[str, dict[str, Any]] = {}
+        for index in there.tolist():
+            file, row = self._places[near[index]].tolist()
+            by_file.setdefault(file, []).append((row, keys[index]))
+        known_rows: dict[str, dict[str, Any]] = {}
         for file, rows in by_file.items():
             table = self._table(file)
             places = [row for row, _ in rows if table is not None and row < table.num_rows]
             values = table.take(places).to_pylist() if places else []
-            asked = {key for _, key in rows}
+            wanted_here = {key for _, key in rows}
             # another process may have written the file again meanwhile
-            found |= {v["key"]: v for v in values if v["key"] in asked and v["error"] is None}
-        return found
+            known_rows |= {
+                v["key"]: v for v in values if v["key"] in wanted_here and v["error"] is None
+            }
+        return known_rows
 
     def write(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a part, complete or not. What it held of other cases is kept until `finish`."""
@@ -125,26 +127,21 @@ class ParquetParts:
         moved = self._folder / _EARLIER / f"{path.stem}-{secrets.token_hex(8)}.parquet"
         moved.parent.mkdir(exist_ok=True)
         path.rename(moved)
-        self._files = [moved if one == path else one for one in self._files]
+        self._files = [moved if file == path else file for file in self._files]
 
     def _index(self) -> tuple[Any, Any]:
         """File and row of every case that has figures, by rising key; 24 bytes each."""
         keys, places = [], []
         for file, path in enumerate(self._files):
-            found = list(self._known(path))
-            keys.append(np.array([key for _, key in found], dtype=f"V{_KEY_BYTES}"))
-            rows = np.array([row for row, _ in found], dtype=np.int32)
+            pairs = list(self._known(path))
+            keys.append(np.array([key for _, key in pairs], dtype=_KEY))
+            rows = np.array([row for row, _ in pairs], dtype=np.int32)
             places.append(np.stack([np.full(len(rows), file, np.int32), rows], axis=1))
         if not keys:
-            return np.empty((0, 2), np.int32), np.empty(0, f"V{_KEY_BYTES}")
+            return np.empty((0, 2), np.int32), np.empty(0, _KEY)
         every = np.concatenate(keys)
-        halves = _ordered(every)
-        order = np.lexsort((halves["low"], halves["high"]))
+        order = np.argsort(every, kind="stable")
         return np.concatenate(places)[order], every[order]
-
-    @property
-    def _last(self) -> int:
-        return len(self._keys) - 1
 
     def _known(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """Row and key of each case with figures in a file."""
@@ -165,22 +162,12 @@ class ParquetParts:
             if failed is None:
                 yield row, bytes.fromhex(key)
 
-    def _table(self, file: int) -> Any:
-        """A file, read or at hand; None if it is gone."""
-        if file not in self._at_hand:
-            try:
-                table = self._parquet.read_table(self._files[file])
-            except (OSError, self._arrow.ArrowException):
-                table = None
-            self._at_hand[file] = table
-            if len(self._at_hand) > _AT_HAND:
-                self._at_hand.popitem(last=False)
-        return self._at_hand[file]
-
-
-def _ordered(keys: Any) -> Any:
-    """Keys as pairs of numbers, which NumPy can sort: it has no order for bytes with zeros."""
-    return keys.view([("high", ">u8"), ("low", ">u8")])
+    def _read(self, file: int) -> Any:
+        """A file; None if it is gone."""
+        try:
+            return self._parquet.read_table(self._files[file])
+        except (OSError, self._arrow.ArrowException):
+            return None
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -207,28 +194,27 @@ _KINDS: Mapping[type[Any], str] = {int: "int64", float: "double", bool: "bool", 
 def columns(paths: Iterable[str], goal: Goal, tokens: float | None) -> dict[str, str]:
     """Names with types of Arrow: place and key of a case, what varies, its figures, its error."""
     hints = get_type_hints(Result)
-    found = {"case": "int64", "key": "string"}
-    found |= {f"{VARIED}{path}": "string" for path in paths}
-    found |= {"cluster_key": "string", "model_key": "string"}
-    found |= {f.name: _kind(hints[f.name]) for f in fields(Result) if f.name not in NESTED}
-    found |= dict.fromkeys(DERIVED, "double")
-    found |= {memory_column(item): "double" for item in (*MEMORY_ITEMS, _OTHER)}
-    found |= dict.fromkeys(TO_LOSS, "double") if goal.steps is not None else {}
-    found |= dict.fromkeys(TOTALS, "double") if tokens is not None else {}
-    return found | {"warnings": "string", "error": "string"}
+    kinds = {"case": "int64", "key": "string"}
+    kinds |= {f"{VARIED}{path}": "string" for path in paths}
+    kinds |= {"cluster_key": "string", "model_key": "string"}
+    kinds |= {f.name: _kind(hints[f.name]) for f in fields(Result) if f.name not in NESTED}
+    kinds |= dict.fromkeys(DERIVED, "double")
+    kinds |= {memory_column(item): "double" for item in (*MEMORY_ITEMS, _OTHER)}
+    kinds |= dict.fromkeys(TO_LOSS, "double") if goal.steps is not None else {}
+    kinds |= dict.fromkeys(TOTALS, "double") if tokens is not None else {}
+    return kinds | {"warnings": "string", "error": "string"}
 
 
 def fitted(row: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
     """A row with these columns only, None where it has no value, and their types."""
-    found = {name: _value(row.get(name), kind) for name, kind in kinds.items()}
+    fit = {
+        name: float(row[name]) if kind == "double" and row.get(name) is not None else row.get(name)
+        for name, kind in kinds.items()
+    }
     unknown = [name for name in row if name not in kinds and name.startswith("memory_")]
     if unknown:
-        found[memory_column(_OTHER)] = float(sum(row[name] for name in unknown))
-    return found
-
-
-def _value(value: Any, kind: str) -> Any:
-    return float(value) if kind == "double" and value is not None else value
+        fit[memory_column(_OTHER)] = float(sum(row[name] for name in unknown))
+    return fit
 
 
 def _kind(hint: Any) -> str:
@@ -356,11 +342,11 @@ class _FolderWriter:
         function = partial(figures, goal=self._table.goal, tokens=self._table.tokens)
         answers: Iterator[tuple[int, Any]]
         if pool is None:
-            answers = ((place, function(case)) for place, case in self._missing())
+            answers = ((index, function(case)) for index, case in self._missing())
         else:
             answers = run_on_pool(pool, self._missing(), function, len(self._places))
-        for place, answer in answers:
-            self._take(place, answer)
+        for index, answer in answers:
+            self._take(index, answer)
 
     def save(self) -> None:
         """Write what is there of parts that are not complete."""
@@ -372,62 +358,62 @@ class _FolderWriter:
     def _missing(self) -> Iterator[tuple[int, Question]]:
         """Cases to simulate; their parts are open from now on."""
         places = iter(self._places)
-        number = 0
+        turn = 0
         while chunk := list(islice(places, ROWS)):
-            yield from self._begin(number, chunk)
-            number += 1
+            yield from self._begin(turn, chunk)
+            turn += 1
 
     def _begin(self, number: int, places: Sequence[int]) -> Iterator[tuple[int, Question]]:
         """Open a part, and take what is known of it; gives the other cases."""
         cases, keys = {}, {}
         wrong: dict[int, Failure] = {}
-        for place in places:
+        for index in places:
             try:
-                case = self._inputs.inlined(self._table.points.at(place))
-                cases[place], keys[place] = case, self._inputs.key(case)
+                case = self._inputs.inlined(self._table.points.at(index))
+                cases[index], keys[index] = case, self._inputs.key(case)
             except Co2simError as error:
-                wrong[place] = Failure("", error)
+                wrong[index] = Failure("", error)
         self._open[number] = part = _Part(number, len(places), keys)
         self._part_of |= dict.fromkeys(places, part)
-        found = self.parts.find(list(keys.values()))
-        for place, failure in wrong.items():
-            self._take(place, failure)
-        for place, case in cases.items():
-            row = found.get(keys[place])
+        rows = self.parts.find(list(keys.values()))
+        for index, failure in wrong.items():
+            self._take(index, failure)
+        for index, case in cases.items():
+            row = rows.get(keys[index])
             if row is None:
-                yield place, case
+                yield index, case
             else:
                 self.kept.reused += 1
-                self._note(place, row)
+                self._note(index, row)
 
-    def _take(self, place: int, answer: dict[str, Any] | Failure) -> None:
+    def _take(self, index: int, answer: dict[str, Any] | Failure) -> None:
         """An answer of a worker, or the reason why there is no case."""
         self.kept.computed += 1
-        self._part_of[place].unsaved = True
+        self._part_of[index].unsaved = True
         if isinstance(answer, Failure):
             self.kept.failed += 1
             if len(self.kept.failures) < _NAMED:
-                setting = self._table.points.setting(place)
+                setting = self._table.points.setting(index)
                 self.kept.failures.append((setting, answer))
-            answer = row_of(self._known(place), answer)
-        self._note(place, answer)
+            answer = row_of(self._known(index), answer)
+        self._note(index, answer)
         if time.monotonic() - self._saved >= _SAVE:
             self.save()
 
-    def _known(self, place: int) -> Question:
+    def _known(self, index: int) -> Question:
         """The case there; where none can be, what all have in common."""
         try:
-            return self._table.points.at(place)
+            return self._table.points.at(index)
         except Co2simError:
             return self._table.points.case
 
-    def _note(self, place: int, row: dict[str, Any]) -> None:
-        part = self._part_of.pop(place)
+    def _note(self, index: int, row: dict[str, Any]) -> None:
+        part = self._part_of.pop(index)
         varied = {
-            f"{VARIED}{p}": display_name(v) for p, v in self._table.points.setting(place).items()
+            f"{VARIED}{p}": display_name(v) for p, v in self._table.points.setting(index).items()
         }
-        whole = {**row, **varied, "case": place, "key": part.keys.get(place, "")}
-        part.rows[place] = fitted(whole, self._columns)
+        whole = {**row, **varied, "case": index, "key": part.keys.get(index, "")}
+        part.rows[index] = fitted(whole, self._columns)
         if len(part.rows) == part.size:
             self._write(part)
             del self._open[part.number]
@@ -435,7 +421,7 @@ class _FolderWriter:
             self._done(self.kept.done, self.kept.cases)
 
     def _write(self, part: _Part) -> None:
-        self.parts.write(part.number, [part.rows[place] for place in sorted(part.rows)])
+        self.parts.write(part.number, [part.rows[index] for index in sorted(part.rows)])
         part.unsaved = False
 
 
@@ -477,29 +463,29 @@ class Inputs:
         Two cases that differ in how they are written only, such as co2:tau=2 and co2(tau=2), have
         one key. Raises OptionError for an object that does not say what it computes.
         """
-        given = {field.name: getattr(case, field.name) for field in fields(case)}
-        given["cluster"] = self._loaded(case.cluster)
-        given["model"] = self._loaded(case.model)
-        given["stack"] = self._loaded(case.stack)
+        values = {field.name: getattr(case, field.name) for field in fields(case)}
+        values["cluster"] = self._loaded(case.cluster)
+        values["model"] = self._loaded(case.model)
+        values["stack"] = self._loaded(case.stack)
         if isinstance(case.strategy, str):
-            given["strategy"] = self._strategy(case.strategy)
+            values["strategy"] = self._strategy(case.strategy)
         else:
-            given["strategy"] = _plain(case.strategy)
-        given["overrides"] = list(case.overrides.items())  # in order: it names the cluster
-        given["noise"] = _plain(case.noise)
-        found = self._start.copy()
-        found.update(_text(given))
-        return found.hexdigest()[:_CHARACTERS]
+            values["strategy"] = _plain(case.strategy)
+        values["overrides"] = list(case.overrides.items())  # in order: it names the cluster
+        values["noise"] = _plain(case.noise)
+        digest = self._start.copy()
+        digest.update(_text(values))
+        return digest.hexdigest()[:_CHARACTERS]
 
-    def _loaded(self, given: Any) -> Any:
+    def _loaded(self, thing: Any) -> Any:
         """A name of the catalog as it is; the hash of all else."""
-        if isinstance(given, str):
-            return given
-        if id(given) not in self._trees:
-            read = isinstance(given, Contents)
-            plain = [given.name, given.tree, str(given.chosen)] if read else _plain(given)
-            self._trees[id(given)] = given, sha256(_text(plain)).hexdigest()
-        return [self._trees[id(given)][1]]
+        if isinstance(thing, str):
+            return thing
+        if id(thing) not in self._trees:
+            read = isinstance(thing, Contents)
+            plain = [thing.name, thing.tree, str(thing.chosen)] if read else _plain(thing)
+            self._trees[id(thing)] = thing, sha256(_text(plain)).hexdigest()
+        return [self._trees[id(thing)][1]]
 
     def _strategy(self, text: str) -> Any:
         if text not in self._strategies:

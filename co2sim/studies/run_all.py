@@ -57,7 +57,14 @@ def run_all(
     none gave a result, and `Interrupted` at control-C.
     """
     with opened(engine or Engine(jobs=jobs), len(cases)) as pool:
-        return run_on(pool, cases, progress=progress, what=what)
+        outcomes = run_on(pool, cases, progress=progress, what=what)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures and len(failures) == len(outcomes):
+        first = failures[0]
+        if isinstance(first.error, Co2simError):
+            raise type(first.error)(f"{first.case}: {first.reason}") from first.error
+        raise first.error
+    return outcomes
 
 
 def run_on(
@@ -67,33 +74,26 @@ def run_on(
     progress: bool | None = None,
     what: str = "simulating cases",
 ) -> list[Outcome]:
-    """As `run_all`, on workers that are there already; without any in this process."""
-    found: dict[int, Outcome] = {}
+    """As `run_all`, on workers that are there, without any in this process; all may fail."""
+    outcomes: dict[int, Outcome] = {}
     try:
         with progress_bar(what, shown=progress) as done:
-            for place, outcome in _outcomes(pool, cases):
-                found[place] = outcome
+            for index, outcome in _outcomes(pool, cases):
+                outcomes[index] = outcome
                 if done:
-                    done(len(found), len(cases))
+                    done(len(outcomes), len(cases))
     except KeyboardInterrupt:
-        raise Interrupted(found, len(cases)) from None
-    ordered = [found[place] for place in range(len(cases))]
-    failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
-    if failures and len(failures) == len(ordered):
-        first = failures[0]
-        if isinstance(first.error, Co2simError):
-            raise type(first.error)(f"{first.case}: {first.reason}") from first.error
-        raise first.error
-    return ordered
+        raise Interrupted(outcomes, len(cases)) from None
+    return [outcomes[index] for index in range(len(cases))]
 
 
 def _outcomes(pool: Pool | None, cases: Sequence[Question]) -> Iterator[tuple[int, Outcome]]:
     """Outcomes with the places of their cases, as they come."""
     if pool is None:
-        yield from ((place, outcome_of(case)) for place, case in enumerate(cases))
+        yield from ((index, outcome_of(case)) for index, case in enumerate(cases))
         return
     files: dict[tuple[object, ...], Contents | None] = {}
-    items = ((place, case.inlined(files)) for place, case in enumerate(cases))
+    items = ((index, case.inlined(files)) for index, case in enumerate(cases))
     yield from run_on_pool(pool, items, outcome_of, len(cases))
 
 
@@ -104,9 +104,9 @@ def run_on_pool(
 
     The function runs on workers, which read no file: cases are `Question.inlined`.
     """
-    for place, case, answer in run_flow(pool, items, function, total, _crowded):
+    for index, case, answer in run_flow(pool, items, function, total, _crowded):
         killed = isinstance(answer, ResourceError)
-        yield place, Failure(case.title, answer) if killed else answer
+        yield index, Failure(case.title, answer) if killed else answer
 
 
 def _crowded(answer: Any) -> bool:
@@ -126,19 +126,19 @@ def efficiencies(cases: Sequence[Question], results: Sequence[Result]) -> list[f
 
     One node is simulated where it is none of the cases. None where the case cannot run on one.
     """
-    known = {
+    speeds = {
         repr(case): result.tokens_per_s_per_gpu for case, result in zip(cases, results, strict=True)
     }
     alone: dict[str, float | None] = {}
-    found = []
+    ratios = []
     for case, result in zip(cases, results, strict=True):
         node = replace(case, gpus=case.load()[0].value.gpus_per_node)
         key = repr(node)
         if key not in alone:
-            alone[key] = known[key] if key in known else _per_gpu(node)
-        one = alone[key]
-        found.append(one and scalability_ratio(result.tokens_per_s_per_gpu, one))
-    return found
+            alone[key] = speeds[key] if key in speeds else _per_gpu(node)
+        single = alone[key]
+        ratios.append(single and scalability_ratio(result.tokens_per_s_per_gpu, single))
+    return ratios
 
 
 def _per_gpu(case: Question) -> float | None:

@@ -74,8 +74,8 @@ def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[B
 def between_offers(choice: Candidate, rival: Candidate, wanted: Objective) -> list[BreakEven]:
     """Prices, and bandwidths of the chosen cluster, with which the best of another one wins."""
     ratio = rival.score(wanted.want) / choice.score(wanted.want)
-    found = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted, ratio)]
-    return [replace(one, winner=offer_name(rival.case.cluster)) for one in found]
+    turns = [*_prices(choice, rival, wanted, ratio), *_bandwidths(choice, rival, wanted, ratio)]
+    return [replace(turn, winner=offer_name(rival.case.cluster)) for turn in turns]
 
 
 def _prices(
@@ -124,8 +124,8 @@ def _bandwidths(
             its = _score(other, axis.at(other.case, value), wanted) if both else None
             return math.log(mine / (other.score(wanted.want) if its is None else its))
 
-        for at in _turns(behind, now, -math.log(ratio)):
-            yield _turn(f"{path} of {offer_name(choice.case.cluster)}", now, at, axis.shown)
+        for end in _turns(behind, now, -math.log(ratio)):
+            yield _turn(f"{path} of {offer_name(choice.case.cluster)}", now, end, axis.shown)
 
 
 def _failures(
@@ -141,9 +141,9 @@ def _failures(
         its = _failing(other, times, wanted) if both else other.score(wanted.want)
         return math.log(mine / its)
 
-    for at in _turns(behind, 1.0, -math.log(ratio)):
+    for times_there in _turns(behind, 1.0, -math.log(ratio)):
         what = f"the rate of failures on {offer_name(choice.case.cluster)}"
-        turn = _turn(what, 1.0, at, "{:.3g} times the stated one".format)
+        turn = _turn(what, 1.0, times_there, "{:.3g} times the stated one".format)
         yield replace(turn, shown_now="as stated")
 
 
@@ -156,9 +156,9 @@ def _failing(option: Candidate, times: float, wanted: Objective) -> float:
     cluster = replace(option.cluster, failures=replace(failures, **shorter))
     model = option.case.load()[1].value
     case = replace(option.case, cluster=cluster, model=model, overrides={}, gpus=None)
-    found = totals_of(case, option.result, wanted.tokens, wanted.goal)
-    assert found is not None
-    return replace(option, totals=found).score(wanted.want)
+    totals = totals_of(case, option.result, wanted.tokens, wanted.goal)
+    assert totals is not None
+    return replace(option, totals=totals).score(wanted.want)
 
 
 def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterator[float]:
@@ -166,8 +166,8 @@ def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterato
     from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
     @cache  # each takes two simulations, and the search begins with points that were seen
-    def at(place: float) -> float:
-        return behind(now * math.exp(place)) if place else here
+    def at(distance: float) -> float:
+        return behind(now * math.exp(distance)) if distance else here
 
     for reach in (1 / _MAX_REACH, _MAX_REACH):
         try:
@@ -232,14 +232,14 @@ def levers(case: Question) -> list[Sensitivity]:
     assert isinstance(sized, Cluster)
     before = _speed(plain)
     marginal = _marginal(plain, sized, before)
-    found = []
+    ranked = []
     for change, better in moves:
         gain = _speed(replace(plain, cluster=better)) / before - 1
         gain = gain if abs(gain) > _ROUNDING else 0.0
         gpus = gain * before / marginal if marginal else None
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600
-        found.append(
+        ranked.append(
             Sensitivity(
                 change=change,
                 gain=gain,
@@ -248,7 +248,7 @@ def levers(case: Question) -> list[Sensitivity]:
                 currency=None if price is None else sized.currency,
             )
         )
-    return sorted(found, key=lambda lever: -lever.gain)
+    return sorted(ranked, key=lambda lever: -lever.gain)
 
 
 def _moves(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
+import numpy as np
+
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
@@ -89,11 +91,11 @@ def _root(figure: Figure, value: float, inside: float, outside: float) -> float 
     """Where the figure is the value; None where it is not known between the two."""
     from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
-    def beyond(place: float) -> float:
-        found = figure(math.exp(place))
-        if found is None:
+    def beyond(log_x: float) -> float:
+        value_there = figure(math.exp(log_x))
+        if value_there is None:
             raise _UnknownError
-        return found - value
+        return value_there - value
 
     try:
         return math.exp(brentq(beyond, math.log(inside), math.log(outside), xtol=_EXACT / 4))
@@ -109,9 +111,8 @@ def monotone(figures: Sequence[float]) -> bool:
     """Whether they never turn, but for rounding."""
     if not figures:
         return True
-    small = 1e-9 * max(map(abs, figures))
-    steps = [b - a for a, b in pairwise(figures)]
-    return all(step >= -small for step in steps) or all(step <= small for step in steps)
+    small, steps = 1e-9 * max(map(abs, figures)), np.diff(figures)
+    return bool((steps >= -small).all() or (steps <= small).all())
 
 
 _MIN = 1e-6
@@ -167,9 +168,9 @@ class Curve:
         for change, cluster in moves:
             if change == self._axis.path:
                 continue
-            found = metric.of(self._seen(replace(plain, cluster=cluster)))
-            if sign * (found - (best[1] if best else before)) > _LITTLE * abs(before):
-                best = change, found
+            figure = metric.of(self._seen(replace(plain, cluster=cluster)))
+            if sign * (figure - (best[1] if best else before)) > _LITTLE * abs(before):
+                best = change, figure
         return best
 
     def _view(self, value: float) -> View | None:
@@ -206,9 +207,9 @@ class Curve:
             return None
         from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy
 
-        found = goodput_of(result, cluster, model, optimizer=case.optimizer)
-        assert found is not None
-        return (found.useful, max(found.low, _MIN), found.high)
+        kept = goodput_of(result, cluster, model, optimizer=case.optimizer)
+        assert kept is not None
+        return (kept.useful, max(kept.low, _MIN), kept.high)
 
     def _one_node(self, case: Question) -> Result:
         """The result on one node: what is between nodes is not asked for again."""
@@ -284,20 +285,20 @@ def solve(
     check(case, axis.path, target, tokens)
     curve = Curve(case, axis, target, tokens, goal)
     points = axis.points()
-    for place, point in enumerate(points, 1):
+    for turn, point in enumerate(points, 1):
         curve.figure(point)
         if done:
-            done(place, len(points))
+            done(turn, len(points))
     points = [point for point in points if curve.known(point)]
     if not points:
         assert curve.error is not None
         raise curve.error
     values = [curve.figure(point) for point in points]
     answers = tuple(_answer(curve, points, axis, target, value) for value in target.values)
-    found = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
+    pairs = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
     best = None
-    if found:
-        best = (max if target.metric.more else min)(found, key=lambda pair: pair[1])
+    if pairs:
+        best = (max if target.metric.more else min)(pairs, key=lambda pair: pair[1])
     unmet = best is not None and not all(answer.met for answer in answers)
     return Solved(
         case=case,
@@ -307,9 +308,9 @@ def solve(
         points=tuple(zip(points, values, strict=True)),
         best=best,
         binds=curve.binding(best[0]) if unmet and best else None,
-        monotone=monotone([value for _, value in found]),
+        monotone=monotone([value for _, value in pairs]),
         failed=str(curve.error) if curve.error else None,
-        large=len(points) - len(found),
+        large=len(points) - len(pairs),
         currency=curve.currency,
         bands=tuple(_band(curve, point, target) for point in points),
     )

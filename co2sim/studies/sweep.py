@@ -170,11 +170,11 @@ def scale(
 
 def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Options) -> Question:
     """What all cases of a sweep have in common; empty where it varies."""
-    given = {"cluster": cluster, "model": model, "strategy": strategy}
+    inputs = {"cluster": cluster, "model": model, "strategy": strategy}
     grid.check(vary)
-    _refuse_both(vary, given, options)
-    known: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
-    return make_case(**known, **options)
+    _refuse_both(vary, inputs, options)
+    filled: dict[str, Any] = {k: "" if value is None else value for k, value in inputs.items()}
+    return make_case(**filled, **options)
 
 
 def _tokens(value: Any) -> float | None:
@@ -191,16 +191,17 @@ def _refuse_both(vary: grid.Grid, needed: Mapping[str, Any], options: Options) -
         if (value is None) != (name in vary):
             both = f"{name} is given, and varied, too; leave one of them out"
             raise OptionError(f"give {name}, or vary it" if value is None else both)
-    given = {name for name, value in options.items() if value is not None}
+    chosen = {name for name, value in options.items() if value is not None}
     noise = options.get("noise")
     if isinstance(noise, Noise):
-        given |= {f.name for f in fields(Noise) if getattr(noise, f.name) != getattr(QUIET, f.name)}
+        names = [field.name for field in fields(Noise)]
+        chosen |= {name for name in names if getattr(noise, name) != getattr(QUIET, name)}
     for name in vary:
-        if name in given:
+        if name in chosen:
             raise OptionError(f"{name} is given, and varied, too; leave one of them out")
 
 
-def _several(given: Any) -> list[Any]:
+def _several(several: Any) -> list[Any]:
     """One name or object, or several."""
-    single = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
-    return [given] if single else list(given)
+    single = isinstance(several, str | os.PathLike) or not isinstance(several, Iterable)
+    return [several] if single else list(several)

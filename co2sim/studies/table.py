@@ -57,13 +57,13 @@ def _row(case: Question, outcome: Outcome) -> dict[str, object]:
         "model_key": display_name(case.model),
     }
     if isinstance(outcome, Failure):
-        known = {
+        failed = {
             "strategy": display_name(case.strategy),
             "gpus": case.gpus,
             "error": outcome.reason,
             "warnings": "",
         }
-        return keys | dict.fromkeys(sortable(), None) | known
+        return keys | dict.fromkeys(sortable(), None) | failed
     figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in NESTED}
     derived = {name: getattr(outcome, name) for name in DERIVED}
     memory = outcome.memory_bytes_per_gpu
@@ -75,10 +75,10 @@ def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
     """Factor, steps, seconds and cost to the loss of the goal."""
     if goal.steps is None:
         return {}
-    found = to_loss(outcome, goal) if isinstance(outcome, Result) else None
-    if found is None:
+    loss = to_loss(outcome, goal) if isinstance(outcome, Result) else None
+    if loss is None:
         return dict.fromkeys(TO_LOSS)
-    values = (found.factor.factor, found.steps, found.time_s, found.cost)
+    values = (loss.factor.factor, loss.steps, loss.time_s, loss.cost)
     return dict(zip(TO_LOSS, values, strict=True))
 
 
@@ -88,8 +88,8 @@ def _totals(
     """What the training of a number of tokens takes."""
     if tokens is None:
         return {}
-    found = totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
-    return {name: getattr(found, name, None) for name in TOTALS}
+    totals = totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
+    return {name: getattr(totals, name, None) for name in TOTALS}
 
 
 def sortable() -> list[str]:
@@ -135,9 +135,9 @@ def to_frame(
     frame["error"] = frame.pop("error") if "error" in frame else None
     whole = [name for name in _COUNTS if frame[name].isna().any()]
     frame = frame.astype(dict.fromkeys(whole, "Int64"))
-    for place, path in enumerate(settings[0] if settings else ()):
+    for column, path in enumerate(settings[0] if settings else ()):
         values = [display_name(setting[path]) for setting in settings or ()]
-        frame.insert(place, f"{VARIED}{path}", values)
+        frame.insert(column, f"{VARIED}{path}", values)
     return frame
 
 
@@ -151,11 +151,11 @@ def check_column(
 
     A name of the table that `co2sim sweep` prints will do, such as "per GPU".
     """
-    known = [*sortable(), *settings[0], *(TO_LOSS if goal.steps is not None else ())]
-    known += TOTALS if tokens is not None else ()
+    columns = [*sortable(), *settings[0], *(TO_LOSS if goal.steps is not None else ())]
+    columns += TOTALS if tokens is not None else ()
     name = column.removeprefix("-")
-    if name not in known and _meant(name).removeprefix("-") not in known:
-        said = nearest(name, [*known, *_IN_TABLES])
+    if name not in columns and _meant(name).removeprefix("-") not in columns:
+        said = nearest(name, [*columns, *_IN_TABLES])
         raise OptionError(f"no column is called {column!r}; {said}")
 
 
@@ -183,5 +183,5 @@ def order(frame: "pd.DataFrame", column: str) -> list[int]:
         name, falling = meant.removeprefix("-"), falling != meant.startswith("-")
     keys = frame[name] if name in frame else pd.Series(pd.factorize(frame[f"{VARIED}{name}"])[0])
     keys = keys.where(frame["error"].isna())
-    found = keys.sort_values(ascending=not falling, kind="stable", na_position="last")
-    return [int(place) for place in found.index]
+    ordered = keys.sort_values(ascending=not falling, kind="stable", na_position="last")
+    return [int(index) for index in ordered.index]

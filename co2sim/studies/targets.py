@@ -46,26 +46,26 @@ class View:
 
     def at(self, end: End) -> "View":
         """The view where tokens/s are at that end; itself where there is no interval."""
-        found = self.result
-        value = {"low": found.tokens_per_s_low, "high": found.tokens_per_s_high}.get(end)
+        result = self.result
+        value = {"low": result.tokens_per_s_low, "high": result.tokens_per_s_high}.get(end)
         if value is None:
             return self
         goodput = self.goodput
         if goodput:
             goodput = ({"low": goodput[1], "high": goodput[2]}[end], *goodput[1:])
-        ratio = value / found.tokens_per_s
+        ratio = value / result.tokens_per_s
         tokens, wider = self.tokens, self.factor_ends[1 if end == "low" else 0]
         if tokens:  # as many more, or less, as join the ends of both
             time = self.useful / ratio / (goodput[0] if goodput else 1.0)
             tokens *= (joined(time, wider) or time) / time
-        billion, usd = found.cost_per_billion_tokens, found.usd_per_billion_tokens
+        billion, usd = result.cost_per_billion_tokens, result.usd_per_billion_tokens
         moved = replace(
-            found,
+            result,
             tokens_per_s=value,
-            tokens_per_s_per_gpu=found.tokens_per_s_per_gpu * ratio,
-            step_time_s=found.step_time_s / ratio,
-            mfu=found.mfu * ratio,
-            exposed_comm_s=found.round_time_s * max(0.0, 1 - (1 - found.exposed_share) * ratio),
+            tokens_per_s_per_gpu=result.tokens_per_s_per_gpu * ratio,
+            step_time_s=result.step_time_s / ratio,
+            mfu=result.mfu * ratio,
+            exposed_comm_s=result.round_time_s * max(0.0, 1 - (1 - result.exposed_share) * ratio),
             cost_per_billion_tokens=None if billion is None else billion / ratio,
             usd_per_billion_tokens=None if usd is None else usd / ratio,
         )
@@ -212,11 +212,11 @@ class Target:
         """The figure."""
         return METRICS[self.name]
 
-    def met(self, found: float | None, value: float) -> bool:
+    def met(self, figure: float | None, value: float) -> bool:
         """Whether a figure is enough; None is not."""
-        if found is None:
+        if figure is None:
             return False
-        return found >= value if self.metric.more else found <= value
+        return figure >= value if self.metric.more else figure <= value
 
 
 def target_of(text: str) -> Target:
@@ -228,8 +228,8 @@ def target_of(text: str) -> Target:
     given, separator, rest = text.partition("=")
     name, fixed = ALIASES.get(given.strip(), (given.strip(), None))
     if name not in METRICS:
-        known = nearest(given.strip(), [*METRICS, *ALIASES])
-        raise OptionError(f"--for {text!r}: nothing to reach is called {given.strip()!r}; {known}")
+        near = nearest(given.strip(), [*METRICS, *ALIASES])
+        raise OptionError(f"--for {text!r}: nothing to reach is called {given.strip()!r}; {near}")
     if fixed is not None and separator:
         raise OptionError(f"--for {text!r}: {given.strip()} takes no value")
     metric = METRICS[name]
@@ -248,22 +248,22 @@ def _value(metric: Metric, text: str, part: str) -> float:
     what = f"--for {text!r}: {part!r}"
     if metric.unit == "s":
         try:
-            found = parse(part, "s")
+            amount = parse(part, "s")
         except UnitError as error:
             raise OptionError(f"--for {text!r}: {error}") from None
     else:
         bare = part.removesuffix("%").removesuffix("days").strip() if part else part
         try:
-            found = float(bare) / (100 if part.endswith("%") else 1)
+            amount = float(bare) / (100 if part.endswith("%") else 1)
         except ValueError:
             raise OptionError(f"{what} is no number such as {_example(metric)}") from None
-    if not math.isfinite(found) or found <= 0:
+    if not math.isfinite(amount) or amount <= 0:
         raise OptionError(f"{what} must be above 0")
     if part.endswith("%") and metric.unit != "share":
         raise OptionError(f"{what} is a share; it must be a number such as {_example(metric)}")
-    if metric.unit == "share" and found > 1 and not part.endswith("%"):
+    if metric.unit == "share" and amount > 1 and not part.endswith("%"):
         raise OptionError(f"{what} is above 1; write {part}% for a share in per cent")
-    return found
+    return amount
 
 
 def _example(metric: Metric) -> str:
@@ -324,7 +324,7 @@ class Axis:
             return [self.low, *map(float, spread[1:-1]), self.high]
         last = self.place(self.high)
         places = {*range(min(_ALL, last + 1)), *map(self.place, spread), last}
-        return [self.low + place * self.step for place in sorted(places)]
+        return [self.low + step * self.step for step in sorted(places)]
 
     def place(self, value: float) -> int:
         """How many steps a value is behind the lowest, rounded down."""
@@ -332,7 +332,8 @@ class Axis:
 
     def at(self, case: Question, value: float) -> Question:
         """The case with this value."""
-        if isinstance(case.cluster, Cluster) and _of_cluster(self.path):
+        in_case = self.path in _COUNTS or self.path.startswith(("strategy.", "model."))
+        if isinstance(case.cluster, Cluster) and not in_case:
             cluster = case.cluster
             if self.path == "price_per_gpu":  # another price has not the range of the one given
                 cluster = replace(cluster, price_low=None, price_high=None)
@@ -365,18 +366,18 @@ def axis_of(case: Question, path: str, low: str | None = None, high: str | None 
 
     Raises OptionError for what is no number, and for a range that has no values.
     """
-    found = _declared(case, path)
+    axis = _declared(case, path)
     ends = {}
     for name, text in (("low", low), ("high", high)):
         if text is not None:
-            ends[name] = _read(found, f"the {'lowest' if name == 'low' else 'highest'}", text)
-    found = replace(found, **ends)  # type: ignore[arg-type]
-    if found.low >= found.high:
+            ends[name] = _read(axis, f"the {'lowest' if name == 'low' else 'highest'}", text)
+    axis = replace(axis, **ends)  # type: ignore[arg-type]
+    if axis.low >= axis.high:
         raise OptionError(
-            f"{path} is searched from {found.shown(found.low)} to {found.shown(found.high)}; the"
+            f"{path} is searched from {axis.shown(axis.low)} to {axis.shown(axis.high)}; the"
             " first must be below the second"
         )
-    return found
+    return axis
 
 
 def _read(axis: Axis, which: str, text: str) -> float:
@@ -393,10 +394,6 @@ def _read(axis: Axis, which: str, text: str) -> float:
         several = "a whole number" if axis.step == 1 else f"{axis.step}, or a multiple of it"
         raise OptionError(f"{what} is {text!r}; it must be {several}, at least {axis.low:g}")
     return value
-
-
-def _of_cluster(path: str) -> bool:
-    return path not in _COUNTS and not path.startswith(("strategy.", "model."))
 
 
 def _declared(case: Question, path: str) -> Axis:
@@ -430,8 +427,8 @@ def _option(case: Question, path: str) -> Axis:
     hints = get_type_hints(type(strategy))
     name = path.removeprefix("strategy.")
     if name not in hints:
-        known = nearest(name, [key for key in hints if key not in {"name", "wires"}])
-        raise OptionError(f"{strategy.name} has no option {name!r}; {known}")
+        near = nearest(name, [key for key in hints if key not in {"name", "wires"}])
+        raise OptionError(f"{strategy.name} has no option {name!r}; {near}")
     kinds = {hints[name], *get_args(hints[name])}
     if int in kinds:
         return Axis(path, "", 1, _MAX_WHOLE, 1)
@@ -470,11 +467,6 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
 def _table(hint: Any) -> Any:
     """The dataclass, or the mapping, that a field holds."""
     for option in (hint, *get_args(hint)):
-        if is_dataclass(option) or (get_origin(option) is not None and _is_mapping(option)):
+        if is_dataclass(option) or get_origin(option) in {Mapping, dict}:
             return option
     return None
-
-
-def _is_mapping(hint: Any) -> bool:
-    origin = get_origin(hint)
-    return isinstance(origin, type) and issubclass(origin, Mapping)

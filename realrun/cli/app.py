@@ -4,13 +4,14 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from co2sim.cli import options
-from co2sim.common import validation
+from co2sim.common import convert, validation
 from co2sim.common.cli import Version
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable
@@ -82,7 +83,9 @@ def run(  # noqa: PLR0917 - one argument per option
     rounds: Annotated[
         int,
         typer.Option(
-            parser=options.whole("--rounds"), metavar="N", help="Rounds to measure, after warm-up."
+            parser=partial(convert.whole, "--rounds"),
+            metavar="N",
+            help="Rounds to measure, after warm-up.",
         ),
     ] = 5,
     check: Annotated[  # noqa: FBT002

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from co2sim.cli import options
+from co2sim.common import convert
 from co2sim.common.errors import OptionError
 from co2sim.common.files import check_writable
 from co2sim.common.progress import progress_bar
@@ -46,7 +48,7 @@ _Tau = Annotated[
 _FromStep = Annotated[
     int | None,
     typer.Option(
-        parser=options.whole("--from-step"),
+        parser=partial(convert.whole, "--from-step"),
         metavar="N",
         help="With --resume: continue from the checkpoint after this step, not from the last.",
     ),
@@ -145,7 +147,7 @@ def _with_tau(strategy: str, tau: str | None) -> str:
     if tau is None:
         return strategy
     if tau != "auto":
-        options.whole("--tau")(tau)
+        convert.whole("--tau", tau)
     if "tau" in strategy:
         raise OptionError(f"--tau {tau}, and --strategy {strategy} gives another one")
     return title(with_options(parse(strategy), {"tau": tau}))

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from co2sim.catalog import load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, Tree, key_of, read
-from co2sim.catalog.specs import rates
+from co2sim.catalog.facts import Kind, Tree, key_of, rates, read
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
 from co2sim.prediction.question import OPEN_BATCH, Question
@@ -113,8 +112,8 @@ class Files:
 def check_parts(tree: Tree) -> None:
     """Raise CatalogError for the cluster of a stranger that names other files."""
     for path, kind in PARTS.items():
-        given = tree.get(path)
-        name = given.get("value") if isinstance(given, dict) else given
+        stated = tree.get(path)
+        name = stated.get("value") if isinstance(stated, dict) else stated
         if isinstance(name, str):
             _known(name, path, {}, kind)
 
@@ -133,7 +132,7 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Exploration:
     unknown = next((name for name in view.options if name not in OPTIONS), None)
     if unknown:
         raise OptionError(f"nothing is called {unknown!r}; {nearest(unknown, OPTIONS)}")
-    given = {name: text.strip() for name, text in view.options.items() if text.strip()}
+    options = {name: text.strip() for name, text in view.options.items() if text.strip()}
     job = Question(
         cluster=files.cluster(view.cluster),
         model=files.model(view.model),
@@ -145,33 +144,33 @@ def question_of(view: PageView, files: Files, goal: Goal) -> Exploration:
     if view.gpus is not None:
         gpu_counts(with_changes(job, sets), [view.gpus])
     return Exploration(
-        with_changes(job, OPEN_BATCH | given | sets), view.strategies, view.tokens, goal
+        with_changes(job, OPEN_BATCH | options | sets), view.strategies, view.tokens, goal
     )
 
 
 def gpu_of(cluster: str) -> str:
     """The GPU that the file of a cluster names; empty where it spells it out."""
-    given = read("clusters", cluster).get("gpu")
-    named = given.get("value") if isinstance(given, dict) else given
+    stated = read("clusters", cluster).get("gpu")
+    named = stated.get("value") if isinstance(stated, dict) else stated
     return named if isinstance(named, str) else ""
 
 
 def price_like(gpu: str) -> tuple[str, str] | None:
     """The newest published price of a GPU, and its name; those that are a median come first."""
-    known = [one for name, one in rates("prices").items() if name.startswith(f"{gpu}-")]
-    known.sort(key=lambda one: ("median" in one.name, one.date))
-    return (known[-1].value, known[-1].name) if gpu and known else None
+    prices = [rate for name, rate in rates("prices").items() if name.startswith(f"{gpu}-")]
+    prices.sort(key=lambda rate: ("median" in rate.name, rate.date))
+    return (prices[-1].value, prices[-1].name) if gpu and prices else None
 
 
 def _form(strategy: Any) -> dict[str, Any]:
     """The name of a strategy, and its options that are not as usual, as texts."""
     usual = type(strategy)()
-    given = {
+    changed = {
         option: getattr(strategy, option)
         for option, _, _ in strategy_options(type(strategy))
         if getattr(strategy, option) != getattr(usual, option)
     }
-    texts = {name: "none" if v is None else str(v).lower() for name, v in given.items()}
+    texts = {name: "none" if v is None else str(v).lower() for name, v in changed.items()}
     return {"name": strategy.name, "options": texts}
 
 
@@ -182,7 +181,7 @@ def catalog() -> dict[str, Any]:
     listed: dict[str, Any] = {
         kind: [(name, str(read(kind, name)["name"])) for name in names(kind)] for kind in kinds
     }
-    prices = [(name, f"{one.value}, {one.date}") for name, one in rates("prices").items()]
+    prices = [(name, f"{rate.value}, {rate.date}") for name, rate in rates("prices").items()]
     made = {
         name: {
             "what": (getdoc(kind) or "").splitlines()[0],
@@ -191,7 +190,7 @@ def catalog() -> dict[str, Any]:
                     "name": option,
                     "usual": usual,
                     "number": "number" in allowed,
-                    "words": [one for one in allowed.split(", ") if "number" not in one],
+                    "words": [word for word in allowed.split(", ") if "number" not in word],
                 }
                 for option, usual, allowed in strategy_options(kind)
             ],
@@ -235,11 +234,11 @@ class Asker:
         hardware, trained = question.case(0, {}).load()
         facts = [("", fact) for fact in hardware.facts]
         facts += [("model.", fact) for fact in trained.facts]
-        found: list[Control] = controls(question)
+        sliders: list[Control] = controls(question)
         gpu = question.job.overrides.get("gpu") or gpu_of(str(question.job.cluster))
         return {
-            "asked": asked(question, found),
-            "strategies": [_form(one) for one in question.parsed],
+            "asked": asked(question, sliders),
+            "strategies": [_form(strategy) for strategy in question.parsed],
             "gpu": gpu,
             "price": None if hardware.value.price_per_gpu else price_like(gpu),
             "names": [hardware.value.name, trained.value.name],
@@ -250,21 +249,21 @@ class Asker:
         self, view: PageView, settings: Sequence[Mapping[str, str]], places: Sequence[int]
     ) -> list[list[Any]]:
         """For each of the settings, the figures of these strategies, or why there are none."""
-        for one in settings:
-            self.files.check(one)
+        for setting in settings:
+            self.files.check(setting)
         text = view.model_dump_json()
         return [
-            [self._figures(text, place, tuple(sorted(one.items()))) for place in places]
-            for one in settings
+            [self._figures(text, index, tuple(sorted(setting.items()))) for index in places]
+            for setting in settings
         ]
 
-    def _simulated(self, text: str, place: int, settings: tuple[tuple[str, str], ...]) -> Any:
+    def _simulated(self, text: str, index: int, settings: tuple[tuple[str, str], ...]) -> Any:
         try:
             question = self._question(text)
-            case = question.loaded(place, dict(settings))
+            case = question.loaded(index, dict(settings))
             result = driver.run(case, progress=False)
         except Co2simError as error:
-            named = self._question(text).title(place, dict(settings))
+            named = self._question(text).title(index, dict(settings))
             return {"error": " ".join(str(error).split()), "strategy": named}
         taken = lost(case, result)
         return {
@@ -273,10 +272,10 @@ class Asker:
             "notes": [*result.warnings, *result.notes],
         }
 
-    def fitting(self, view: PageView, settings: Mapping[str, str], place: int) -> list[str]:
+    def fitting(self, view: PageView, settings: Mapping[str, str], index: int) -> list[str]:
         """What would fit in memory instead of a strategy that does not: a line for each change."""
         self.files.check(settings)
-        case = driver.resolve_auto(self.question(view).loaded(place, settings))
+        case = driver.resolve_auto(self.question(view).loaded(index, settings))
         lines, heading, rows = text_result.fitting(case, driver.resolve_auto)
         listed = "; ".join(f"{change} ({size})" for change, size in rows)
         return [lines[0], *([f"{heading}: {listed}"] if rows else [])]
@@ -285,14 +284,14 @@ class Asker:
         """What repeats the figures, a command for each strategy."""
         self.files.check(settings)
         question = self.question(view)
-        cases = (question.case(place, settings) for place in range(len(view.strategies)))
+        cases = (question.case(index, settings) for index in range(len(view.strategies)))
         return [with_tokens(command_of(case), view.tokens, self.goal) for case in cases]
 
     def report(self, view: PageView, settings: Mapping[str, str]) -> bytes:
         """The page of `co2sim report` about a view: its strategies, on the GPUs that are set."""
         self.files.check(settings)
         question = self.question(view)
-        cases = [question.case(place, settings) for place in range(len(view.strategies))]
+        cases = [question.case(index, settings) for index in range(len(view.strategies))]
         results = [driver.run(case, progress=False) for case in cases]
         shown = Study(
             cases=cases,

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from co2sim.catalog import Contents
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.failures import PARTS
+from co2sim.hardware.failures import PARTS, Failures
 from co2sim.models.memory import GIB
-from co2sim.models.workload import Model
 from co2sim.prediction import power
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import AUTO, Question
@@ -66,41 +66,31 @@ class Exploration:
         """The strategies, as results name them."""
         return tuple(map(title, self.parsed))
 
-    def takes(self, place: int, path: str) -> bool:
+    def takes(self, index: int, path: str) -> bool:
         """Whether a path means something for the strategy at this place."""
         if not path.startswith("strategy."):
             return True
-        return hasattr(self.parsed[place], path.removeprefix("strategy."))
+        return hasattr(self.parsed[index], path.removeprefix("strategy."))
 
-    def title(self, place: int, settings: Settings) -> str:
+    def title(self, index: int, settings: Settings) -> str:
         """The strategy at this place with the options that are set; as it was given if none is."""
         try:
-            strategy = self.case(place, settings).strategy
+            strategy = self.case(index, settings).strategy
             return strategy_title(strategy)
         except OptionError:
-            return self.titles[place]
+            return self.titles[index]
 
-    def case(self, place: int, settings: Settings) -> Question:
+    def case(self, index: int, settings: Settings) -> Question:
         """The case of the strategy at this place, with all settings that it takes."""
-        asked = {path: text for path, text in settings.items() if self.takes(place, path)}
-        return with_changes(replace(self.job, strategy=self.strategies[place]), asked)
+        changes = {path: text for path, text in settings.items() if self.takes(index, path)}
+        return with_changes(replace(self.job, strategy=self.strategies[index]), changes)
 
-    def loaded(self, place: int, settings: Settings) -> Question:
-        """As `case`, with objects for the cluster and the model: files are read once."""
-        case = self.case(place, settings)
-        inputs = (case.cluster, case.model, case.stack, *sorted(case.overrides.items()))
-        key = tuple(map(str, inputs))
-        if key not in self._read:
-            cluster, model = case.load()
-            self._read[key] = cluster.value, model.value
-        hardware, trained = self._read[key]
-        of_stack = {
-            path: text for path, text in case.overrides.items() if path.startswith("stack.")
-        }
-        return replace(case, cluster=hardware, model=trained, overrides=of_stack)
+    def loaded(self, index: int, settings: Settings) -> Question:
+        """As `case`, with what stands in its files: they are read once."""
+        return self.case(index, settings).inlined(self._files)
 
     @cached_property
-    def _read(self) -> dict[tuple[str, ...], tuple[Cluster, Model]]:
+    def _files(self) -> dict[tuple[object, ...], Contents | None]:
         return {}
 
 
@@ -180,11 +170,12 @@ def figures(case: Question, result: Result, goal: Goal) -> Figures:
     )
 
 
-def lost(case: Question, result: Result) -> Lost | None:
-    """What failures take of it; None where nothing fails. It takes half a millisecond."""
-    cluster, model = case.load()
+def lost(case: Question, result: Result, failures: Failures | None = None) -> Lost | None:
+    """What failures, or these, take of it; None where nothing fails, in half a millisecond."""
+    hardware, model = case.load()
+    cluster = replace(hardware.value, failures=failures) if failures else hardware.value
     try:
-        kept = goodput_of(result, cluster.value, model.value, optimizer=case.optimizer)
+        kept = goodput_of(result, cluster, model.value, optimizer=case.optimizer)
     except OptionError:  # failures leave no time for work
         return Lost(lost=1.0, lost_least=1.0, lost_most=1.0)
     if kept is None:
@@ -294,13 +285,13 @@ def varying(question: Exploration, path: str, values: str) -> Control:
     stops = [Stop(text, text, value) for text, value in zip(texts, numbers, strict=True)]
     if None not in numbers:
         stops.sort(key=lambda stop: stop.value or 0.0)
-    known = next((made for made in controls(question) if made.path == path), None)
-    title = known.title if known else path
-    now = known.stops[known.at].value if known else None
-    same = [at for at, stop in enumerate(stops) if stop.value is not None and stop.value == now]
-    at = same[0] if same else len(stops) - 1 if path == "gpus" else 0  # several nodes, not one
+    usual = next((made for made in controls(question) if made.path == path), None)
+    title = usual.title if usual else path
+    now = usual.stops[usual.at].value if usual else None
+    same = [turn for turn, stop in enumerate(stops) if now is not None and stop.value == now]
+    begin = same[0] if same else len(stops) - 1 if path == "gpus" else 0  # several nodes, not one
     return Control(
-        path, title, tuple(stops), at, continuous=False, strategies=places, given=bool(same)
+        path, title, tuple(stops), begin, continuous=False, strategies=places, given=bool(same)
     )
 
 
@@ -347,8 +338,8 @@ def _options(question: Exploration) -> Iterator[Control]:
         places = tuple(i for i in range(len(question.strategies)) if question.takes(i, path))
         if not places:
             continue
-        given = {getattr(question.parsed[place], name) for place in places}
-        alike = given.pop() if len(given) == 1 else None
+        values = {getattr(question.parsed[index], name) for index in places}
+        alike = values.pop() if len(values) == 1 else None
         if isinstance(alike, int):
             made = _whole(path, words, [*usual, alike], alike)
         else:
@@ -402,8 +393,8 @@ def _stop(axis: Axis, value: float) -> Stop:
     return Stop(shown, shown if _same(read, value) else axis.text(value), value)
 
 
-def _same(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-9)
+def _same(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-9)
 
 
 def _counted_in(axis: Axis) -> float:

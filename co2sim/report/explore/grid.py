@@ -1,9 +1,8 @@
 """The grid behind a page without a server: what is simulated, and the figures between.
 
 Every position of a control that is no continuous one is simulated. Of a continuous one some are,
-its knots: enough that figures between them are as exact as asked for, first in the midst of knots
-along some lines, then at random positions, until none of those drawn last is too far off. After
-control-C the last grid that is whole is kept.
+its knots: random positions become knots where figures between them are too far off, until none of
+those drawn last is. After control-C the last grid that is whole is kept.
 """
 
 import math
@@ -24,7 +23,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report.explore.exploration import Control, Exploration, Figures, Lost, figures, lost
 from co2sim.studies.pools import Engine, Pool, opened
-from co2sim.studies.run_all import Failure, Interrupted, Outcome, run_on
+from co2sim.studies.run_all import Interrupted, Outcome, run_on
 
 LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
@@ -63,9 +62,9 @@ class StrategyGrid:
             "strategy": self.strategy,
             "controls": self.controls,
             "knots": self.knots,
-            "values": {name: _short(found) for name, found in self.values.items()},
+            "values": {name: _short(figures) for name, figures in self.values.items()},
             "failed": self.failed,
-            "lost": {name: _short(found) for name, found in self.lost.items()},
+            "lost": {name: _short(figures) for name, figures in self.lost.items()},
         }
 
 
@@ -109,7 +108,7 @@ class ExploreGrid:
         return {
             "controls": [control.to_dict() for control in self.controls],
             "failures": self.failures,
-            "strategies": [one.to_dict() for one in self.strategies],
+            "strategies": [grid.to_dict() for grid in self.strategies],
             "exactness": asdict(self.exactness),
             "simulated": self.simulated,
             "logarithmic": LOGARITHMIC,
@@ -126,7 +125,7 @@ def between(
     unknown at a knot is None. What is `CHOSEN` is that of the nearest knot.
     """
     corners = list(_corners(grid, controls, positions))
-    if any(at in grid.failed for at, _ in corners):
+    if any(corner in grid.failed for corner, _ in corners):
         return None
     return {name: _mixed(name, values, corners) for name, values in grid.values.items()}
 
@@ -136,35 +135,35 @@ def _corners(
 ) -> Iterator[tuple[int, float]]:
     """Places in the lists of values, with their weights."""
     sides = [
-        _sides(controls[at], knots, positions[at])
-        for at, knots in zip(grid.controls, grid.knots, strict=True)
+        _sides(controls[axis], knots, positions[axis])
+        for axis, knots in zip(grid.controls, grid.knots, strict=True)
     ]
     for corner in product(*sides):
-        place = 0
-        for (at, _), knots in zip(corner, grid.knots, strict=True):
-            place = place * len(knots) + at
-        yield place, math.prod(weight for _, weight in corner)
+        index = 0
+        for (knot, _), knots in zip(corner, grid.knots, strict=True):
+            index = index * len(knots) + knot
+        yield index, math.prod(weight for _, weight in corner)
 
 
 def _sides(control: Control, knots: Sequence[int], stop: int) -> list[tuple[int, float]]:
     """The knot that a stop is, or those at both sides of it, with their weights."""
-    low = max(place for place, knot in enumerate(knots) if knot <= stop)
+    low = max(turn for turn, knot in enumerate(knots) if knot <= stop)
     if knots[low] == stop:
         return [(low, 1.0)]
     ends = (knots[low], stop, knots[low + 1])
-    first, here, last = (math.log(control.stops[at].value or 1.0) for at in ends)
+    first, here, last = (math.log(control.stops[end].value or 1.0) for end in ends)
     share = (here - first) / (last - first)
     return [(low, 1.0 - share), (low + 1, share)]
 
 
 def _mixed(name: str, values: Sequence[Any], corners: Sequence[tuple[int, float]]) -> Any:
-    found = [values[place] for place, _ in corners]
+    near = [values[corner] for corner, _ in corners]
     if name in CHOSEN:
-        return found[max(range(len(corners)), key=lambda at: corners[at][1])]
-    if any(value is None for value in found):
+        return near[max(range(len(corners)), key=lambda turn: corners[turn][1])]
+    if any(value is None for value in near):
         return None
-    weighed = [(weight, value) for (_, weight), value in zip(corners, found, strict=True)]
-    if name in LOGARITHMIC and min(found) > 0:
+    weighed = [(weight, value) for (_, weight), value in zip(corners, near, strict=True)]
+    if name in LOGARITHMIC and min(near) > 0:
         return math.exp(sum(weight * math.log(value) for weight, value in weighed))
     return sum(weight * value for weight, value in weighed)
 
@@ -174,7 +173,7 @@ def _short(values: Sequence[Any]) -> Any:
     rounded = [
         float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value for value in values
     ]
-    same = all(one == other for one, other in pairwise(rounded))
+    same = all(before == after for before, after in pairwise(rounded))
     return rounded[0] if same and rounded else rounded
 
 
@@ -205,52 +204,52 @@ class Board:
     def failures(self) -> int | None:
         """The place of the control of failures."""
         paths = [control.path for control in self.controls]
-        return next((at for at, path in enumerate(paths) if path.startswith(_FAILING)), None)
+        return next((axis for axis, path in enumerate(paths) if path.startswith(_FAILING)), None)
 
-    def axes(self, place: int) -> tuple[int, ...]:
+    def axes(self, index: int) -> tuple[int, ...]:
         """Controls that change the simulation of a strategy."""
         return tuple(
-            at
-            for at, control in enumerate(self.controls)
-            if place in control.strategies and control.path != _ARITHMETIC and at != self.failures
+            axis
+            for axis, control in enumerate(self.controls)
+            if index in control.strategies and control.path != _ARITHMETIC and axis != self.failures
         )
 
-    def loose(self, place: int) -> list[int]:
+    def loose(self, index: int) -> list[int]:
         """Those of the axes that are continuous."""
-        return [at for at in self.axes(place) if self.controls[at].continuous]
+        return [axis for axis in self.axes(index) if self.controls[axis].continuous]
 
     def begin(self) -> list[int]:
         """Where all controls begin."""
         return [control.at for control in self.controls]
 
-    def coarsest(self, place: int) -> Knots:
+    def coarsest(self, index: int) -> Knots:
         """All stops; of continuous controls both ends and the one that they begin at."""
         return [
             {0, control.at, len(control.stops) - 1}
-            if at in self.loose(place)
+            if axis in self.loose(index)
             else set(range(len(control.stops)))
-            for at, control in enumerate(self.controls)
+            for axis, control in enumerate(self.controls)
         ]
 
-    def drawn(self, place: int, draw: random.Random) -> list[int]:
+    def drawn(self, index: int, draw: random.Random) -> list[int]:
         """Random positions of what a strategy has."""
-        found = self.begin()
-        for at in self.axes(place):
-            found[at] = draw.randrange(len(self.controls[at].stops))
-        return found
+        positions = self.begin()
+        for axis in self.axes(index):
+            positions[axis] = draw.randrange(len(self.controls[axis].stops))
+        return positions
 
-    def case(self, place: int, positions: Sequence[int]) -> Question:
+    def case(self, index: int, positions: Sequence[int]) -> Question:
         """The case there."""
-        return self.question.loaded(place, self._settings(positions))
+        return self.question.loaded(index, self._settings(positions))
 
-    def title(self, place: int, positions: Sequence[int]) -> str:
+    def title(self, index: int, positions: Sequence[int]) -> str:
         """The strategy there, with its options."""
-        return self.question.title(place, self._settings(positions))
+        return self.question.title(index, self._settings(positions))
 
     def _settings(self, positions: Sequence[int]) -> dict[str, str]:
         stops = (
-            (control.path, control.stops[at].setting)
-            for control, at in zip(self.controls, positions, strict=True)
+            (control.path, control.stops[stop].setting)
+            for control, stop in zip(self.controls, positions, strict=True)
         )
         return {path: setting for path, setting in stops if setting is not None}
 
@@ -259,8 +258,8 @@ class Board:
         moved = list(positions)
         moved[self.failures or 0] = stop
         settings = {
-            control.path: control.stops[at].setting or ""
-            for control, at in zip(self.controls, moved, strict=True)
+            control.path: control.stops[position].setting or ""
+            for control, position in zip(self.controls, moved, strict=True)
             if control.path.startswith(_FAILING)
         }
         key = tuple(settings.items())
@@ -276,8 +275,8 @@ class Board:
     def counts(self, knots: Sequence[Knots]) -> list[int]:
         """How many cases the grid of each strategy is."""
         return [
-            math.prod(len(chosen[at]) for at in self.axes(place))
-            for place, chosen in enumerate(knots)
+            math.prod(len(chosen[axis]) for axis in self.axes(index))
+            for index, chosen in enumerate(knots)
         ]
 
     def refuse_many(self, knots: Sequence[Knots]) -> None:
@@ -285,12 +284,12 @@ class Board:
         counts = self.counts(knots)
         if sum(counts) <= MAX_CASES:
             return
-        place = counts.index(max(counts))
-        sizes = [(self.controls[at].path, len(knots[place][at])) for at in self.axes(place)]
+        index = counts.index(max(counts))
+        sizes = [(self.controls[axis].path, len(knots[index][axis])) for axis in self.axes(index)]
         most = max(sizes, key=lambda pair: pair[1])[0]
         raise OptionError(
             f"there are {sum(counts):,} positions to simulate, {max(counts):,} of"
-            f" {self.question.titles[place]} ("
+            f" {self.question.titles[index]} ("
             + " x ".join(f"{path} {count}" for path, count in sizes)
             + f"); at most {MAX_CASES:,} are; give fewer strategies, fewer values with"
             f" --vary {most}=..., or a wider --tolerance"
@@ -309,7 +308,7 @@ class Known:
     def __init__(self, board: Board, pool: Pool | None) -> None:
         """On these workers, or without any in this process."""
         self.board, self.pool = board, pool
-        self.found: dict[tuple[int, Positions], tuple[Question, Result] | str] = {}
+        self.results: dict[tuple[int, Positions], tuple[Question, Result] | str] = {}
         self.ended = False
         self.rate: Seconds = 0.0
 
@@ -317,19 +316,19 @@ class Known:
         """Those that are not known yet."""
         cases: dict[tuple[int, Positions], Question] = {}
         for key in wanted:
-            if key not in self.found and key not in cases:
+            if key not in self.results and key not in cases:
                 try:
                     cases[key] = self.board.case(*key)
                 except Co2simError as error:
-                    self.found[key] = str(error)
+                    self.results[key] = str(error)
         began, outcomes = time.monotonic(), self._outcomes(list(cases.values()), what)
         self.rate = (time.monotonic() - began) / len(cases) if cases else self.rate
-        for place, (key, case) in enumerate(cases.items()):
-            outcome = outcomes.get(place)
+        for turn, (key, case) in enumerate(cases.items()):
+            outcome = outcomes.get(turn)
             if isinstance(outcome, Result):
-                self.found[key] = case, outcome
+                self.results[key] = case, outcome
             else:
-                self.found[key] = outcome.reason if outcome else ENDED
+                self.results[key] = outcome.reason if outcome else ENDED
 
     def _outcomes(self, cases: list[Question], what: str) -> Mapping[int, Outcome]:
         """By the places of the cases; those that control-C left are missing."""
@@ -340,27 +339,15 @@ class Known:
         except Interrupted as interrupt:
             self.ended = True
             return interrupt.outcomes
-        except Co2simError:  # none of them can be simulated, each for its own reason
-            return {place: _alone(case) for place, case in enumerate(cases)}
 
-    def figures(self, place: int, positions: Positions) -> Figures | str:
+    def figures(self, index: int, positions: Positions) -> Figures | str:
         """What is shown of it."""
-        found = self.found[place, positions]
-        return found if isinstance(found, str) else figures(*found, self.board.question.goal)
+        pair = self.results[index, positions]
+        return pair if isinstance(pair, str) else figures(*pair, self.board.question.goal)
 
 
-def _alone(case: Question) -> Outcome:
-    try:
-        return run_on(None, [case], progress=False)[0]
-    except Co2simError as error:
-        cause = error.__cause__
-        return Failure(case.title, cause if isinstance(cause, Exception) else error)
-
-
-_LINES = 3
-"""Of each continuous control and strategy, along which knots are looked for."""
-_LOOKS = 6
-"""Positions that are simulated along a line, about."""
+_LOOKS = 20
+"""Positions that each continuous control of a strategy takes besides, about."""
 _TIMED = 12
 """Positions by which it says how long the others take."""
 _FIRST = "simulating the first positions"
@@ -382,12 +369,12 @@ def build(
     positions are known. Raises KeyboardInterrupt at a control-C before these.
     """
     board = Board(question, tuple(controls))
-    knots = [board.coarsest(place) for place in board.places]
+    knots = [board.coarsest(index) for index in board.places]
     board.refuse_many(knots)
     with opened(Engine(jobs=jobs), sum(board.counts(knots))) as pool:
-        known = Known(board, pool)
-        words = _open(board, known, knots)
-        grids, errors = _refined(board, known, knots, tolerance, lambda: say(words))
+        cases = Known(board, pool)
+        words = _open(board, cases, knots)
+        grids, errors = _refined(board, cases, knots, tolerance, lambda: say(words))
     off = [error.throughput for error in errors]
     exactness = Exactness(
         tolerance=tolerance,
@@ -396,9 +383,9 @@ def build(
         largest=max(off, default=0.0),
         largest_exposed=max((error.exposed for error in errors), default=0.0),
     )
-    whole = tuple(_with_failures(board, known, grids))
-    simulated = sum(one != ENDED for one in known.found.values())
-    return ExploreGrid(board.controls, board.failures, whole, exactness, simulated, known.ended)
+    whole = tuple(_with_failures(board, cases, grids))
+    simulated = sum(outcome != ENDED for outcome in cases.results.values())
+    return ExploreGrid(board.controls, board.failures, whole, exactness, simulated, cases.ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,154 +399,102 @@ class _Error:
 
 
 def _refined(
-    board: Board, known: Known, knots: list[Knots], tolerance: float, begin: Callable[[], None]
+    board: Board, cases: Known, knots: list[Knots], tolerance: float, begin: Callable[[], None]
 ) -> tuple[tuple[StrategyGrid, ...], list[_Error]]:
     """The grids with as many knots as it takes, and how far off they are between them.
 
     After control-C those that were simulated whole, at least the coarsest with what is known of it.
     """
-    whole = [[set(stops) for stops in one] for one in knots]
+    whole = [[set(stops) for stops in chosen] for chosen in knots]
     try:
         begin()
-        _simulated(board, known, knots)
-        _look_along_lines(board, known, knots, tolerance)
         for seed in count():
-            grids = _simulated(board, known, knots)
-            if known.ended:
+            grids = _simulated(board, cases, knots)
+            if cases.ended:
                 break
-            whole = [[set(stops) for stops in one] for one in knots]
-            errors = _errors(board, known, grids, _drawn(board, grids, seed))
-            if known.ended or not _refine(board, knots, errors, tolerance):
+            whole = [[set(stops) for stops in chosen] for chosen in knots]
+            errors = _errors(board, cases, grids, _drawn(board, grids, seed))
+            if cases.ended or not _refine(board, knots, errors, tolerance):
                 break
     except KeyboardInterrupt:  # between simulations
-        known.ended = True
-    if known.ended:
-        grids = _simulated(board, known, whole)
-        errors = _errors(board, known, grids, known.found)
+        cases.ended = True
+    if cases.ended:
+        grids = _simulated(board, cases, whole)
+        errors = _errors(board, cases, grids, cases.results)
     return grids, errors
 
 
-def _open(board: Board, known: Known, knots: Sequence[Knots]) -> str:
+def _open(board: Board, cases: Known, knots: Sequence[Knots]) -> str:
     """Simulate the first positions; how long all will take, as a text.
 
     Raises KeyboardInterrupt at a control-C: what came before it makes no page.
     """
     points = [
-        (place, _placed(board, place, point))
-        for place in board.places
-        for point in product(*(sorted(knots[place][at]) for at in board.axes(place)))
+        (index, _placed(board, index, point))
+        for index in board.places
+        for point in product(*(sorted(knots[index][axis]) for axis in board.axes(index)))
     ]
     first = random.Random(0).sample(points, min(_TIMED, len(points)))  # noqa: S311 - no secret
     begin = tuple(board.begin())
-    known.simulate(((place, begin) for place in board.places), _FIRST)  # workers start, and read
-    known.simulate(first, _FIRST)
-    if known.ended:
+    cases.simulate(((index, begin) for index in board.places), _FIRST)  # workers start, and read
+    cases.simulate(first, _FIRST)
+    if cases.ended:
         raise KeyboardInterrupt
-    loose = sum(len(board.loose(place)) for place in board.places)
-    more = sum(key not in known.found for key in points)
-    more += loose * _LINES * _LOOKS + bool(loose) * _CHECKS
+    loose = sum(len(board.loose(index)) for index in board.places)
+    more = sum(key not in cases.results for key in points)
+    more += loose * _LOOKS + bool(loose) * _CHECKS
     return (
-        f"about {duration(known.rate * more)} more, for about {more:,} positions; control-C ends it"
+        f"about {duration(cases.rate * more)} more, for about {more:,} positions; control-C ends it"
         " earlier, and keeps what is done"
     )
 
 
-def _look_along_lines(board: Board, known: Known, knots: Sequence[Knots], tolerance: float) -> None:
-    """Add knots to continuous controls: the others are where they begin, and at random places.
-
-    The middle of two knots becomes one where it is off by more than tolerated, and so on.
-    """
-    draw = random.Random(0)  # noqa: S311 - no secret
-    open_ = [
-        (_Line(board, known, place, at, tuple(other)), *ends)
-        for place in board.places
-        for at in board.loose(place)
-        for other in [board.begin(), *(board.drawn(place, draw) for _ in range(_LINES - 1))]
-        for ends in pairwise(sorted(knots[place][at]))
-    ]
-    while open_ and not known.ended:
-        middles = [(line, low, (low + high) // 2, high) for line, low, high in open_]
-        middles = [one for one in middles if one[1] < one[2]]
-        wanted = ((line.place, line.point(stop)) for line, *stops in middles for stop in stops)
-        known.simulate(wanted, "looking where figures bend")
-        open_ = []
-        for line, low, middle, high in middles:
-            if line.off(low, middle, high) > tolerance:
-                knots[line.place][line.at].add(middle)
-                open_ += [(line, low, middle), (line, middle, high)]
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Positions of a strategy that differ in one control, that at `at`."""
-
-    board: Board
-    known: Known
-    place: int
-    at: int
-    other: Positions
-
-    def point(self, stop: int) -> Positions:
-        """Where the control is at this stop."""
-        return (*self.other[: self.at], stop, *self.other[self.at + 1 :])
-
-    def off(self, low: int, middle: int, high: int) -> float:
-        """How far throughput between two stops is from that in the middle; 0 if one failed."""
-        stops = self.board.controls[self.at].stops
-        found = [self.known.found[self.place, self.point(at)] for at in (low, middle, high)]
-        speeds = [math.log(one[1].tokens_per_s) for one in found if not isinstance(one, str)]
-        if len(speeds) < len(found):
-            return 0.0
-        first, here, last = (math.log(stops[at].value or 1.0) for at in (low, middle, high))
-        share = (here - first) / (last - first)
-        return abs(math.expm1((1 - share) * speeds[0] + share * speeds[2] - speeds[1]))
-
-
-def _simulated(board: Board, known: Known, knots: Sequence[Knots]) -> tuple[StrategyGrid, ...]:
+def _simulated(board: Board, cases: Known, knots: Sequence[Knots]) -> tuple[StrategyGrid, ...]:
     board.refuse_many(knots)
-    shown = [[tuple(sorted(knots[p][at])) for at in board.axes(p)] for p in board.places]
+    shown = [[tuple(sorted(knots[p][axis])) for axis in board.axes(p)] for p in board.places]
     points = [
-        [_placed(board, place, point) for point in product(*shown[place])] for place in board.places
+        [_placed(board, index, point) for point in product(*stops)]
+        for index, stops in enumerate(shown)
     ]
-    wanted = ((place, point) for place in board.places for point in points[place])
-    known.simulate(wanted, "simulating positions")
+    wanted = ((index, point) for index in board.places for point in points[index])
+    cases.simulate(wanted, "simulating positions")
     return tuple(
-        _grid_of(board, known, place, tuple(shown[place]), points[place]) for place in board.places
+        _grid_of(board, cases, index, tuple(shown[index]), points[index]) for index in board.places
     )
 
 
-def _placed(board: Board, place: int, point: Sequence[int]) -> Positions:
+def _placed(board: Board, index: int, point: Sequence[int]) -> Positions:
     """Positions of all controls: those that the strategy does not have are where they begin."""
-    found = board.begin()
-    for at, stop in zip(board.axes(place), point, strict=True):
-        found[at] = stop
-    return tuple(found)
+    positions = board.begin()
+    for axis, stop in zip(board.axes(index), point, strict=True):
+        positions[axis] = stop
+    return tuple(positions)
 
 
 def _grid_of(
     board: Board,
-    known: Known,
-    place: int,
+    cases: Known,
+    index: int,
     knots: tuple[tuple[int, ...], ...],
     points: Sequence[Positions],
 ) -> StrategyGrid:
     """Without what failures take: see `_with_failures`."""
-    found = [known.figures(place, point) for point in points]
-    values = {
-        field.name: [None if isinstance(one, str) else getattr(one, field.name) for one in found]
+    shown = [cases.figures(index, point) for point in points]
+    values = {  # a text, which says why there is none, has no figures
+        field.name: [getattr(figure, field.name, None) for figure in shown]
         for field in fields(Figures)
     }
     values["strategy"] = [
-        board.title(place, point) if isinstance(one, str) else one.strategy
-        for point, one in zip(points, found, strict=True)
+        board.title(index, point) if isinstance(figure, str) else figure.strategy
+        for point, figure in zip(points, shown, strict=True)
     ]
-    failed = {at: one for at, one in enumerate(found) if isinstance(one, str)}
+    failed = {position: figure for position, figure in enumerate(shown) if isinstance(figure, str)}
     return StrategyGrid(
-        board.question.titles[place], board.axes(place), knots, points, values, failed, {}
+        board.question.titles[index], board.axes(index), knots, points, values, failed, {}
     )
 
 
-def _with_failures(board: Board, known: Known, grids: Sequence[StrategyGrid]) -> list[StrategyGrid]:
+def _with_failures(board: Board, cases: Known, grids: Sequence[StrategyGrid]) -> list[StrategyGrid]:
     """The grids with what failures take, at all stops of their control; as they are without one."""
     if board.failures is None:
         return list(grids)
@@ -568,31 +503,27 @@ def _with_failures(board: Board, known: Known, grids: Sequence[StrategyGrid]) ->
     before = 0
     made: list[StrategyGrid] = []
     with progress_bar("failures") as done:
-        for place, grid in enumerate(grids):
-            found: list[Lost | None] = []
+        for index, grid in enumerate(grids):
+            lost_at: list[Lost | None] = []
             for stop in stops:
-                found += [_lost(board, known, place, one, stop) for one in grid.points]
+                lost_at += [_lost(board, cases, index, point, stop) for point in grid.points]
                 if done:
-                    done(before + len(found), total)
-            before += len(found)
-            taken = {
-                field.name: [None if one is None else getattr(one, field.name) for one in found]
+                    done(before + len(lost_at), total)
+            before += len(lost_at)
+            values = {
+                field.name: [getattr(taken, field.name, None) for taken in lost_at]
                 for field in fields(Lost)
             }
-            made.append(replace(grid, lost=taken))
+            made.append(replace(grid, lost=values))
     return made
 
 
-def _lost(board: Board, known: Known, place: int, point: Positions, stop: int) -> Lost | None:
+def _lost(board: Board, cases: Known, index: int, point: Positions, stop: int) -> Lost | None:
     """What failures take at a point, where their control is at this stop."""
-    found = known.found[place, point]
-    if isinstance(found, str):
+    outcome = cases.results[index, point]
+    if isinstance(outcome, str):
         return None
-    case, result = found
-    cluster = case.load()[0].value
-    return lost(
-        replace(case, cluster=replace(cluster, failures=board.failing(point, stop))), result
-    )
+    return lost(*outcome, board.failing(point, stop))
 
 
 def _drawn(
@@ -601,34 +532,36 @@ def _drawn(
     """Random positions of the strategies that are interpolated."""
     draw = random.Random(1 + seed)  # noqa: S311 - no secret
     between_knots = [
-        place
-        for place, grid in enumerate(grids)
+        index
+        for index, grid in enumerate(grids)
         if any(
-            len(knots) < len(board.controls[at].stops)
-            for at, knots in zip(grid.controls, grid.knots, strict=True)
+            len(knots) < len(board.controls[axis].stops)
+            for axis, knots in zip(grid.controls, grid.knots, strict=True)
         )
     ]
-    for place in between_knots:
+    for index in between_knots:
         for _ in range(_CHECKS // len(between_knots)):
-            yield place, tuple(board.drawn(place, draw))
+            yield index, tuple(board.drawn(index, draw))
 
 
 def _errors(
     board: Board,
-    known: Known,
+    cases: Known,
     grids: Sequence[StrategyGrid],
     positions: Iterable[tuple[int, Positions]],
 ) -> list[_Error]:
     """At those of the positions that are no knots."""
     points = [set(grid.points) for grid in grids]
-    wanted = [(place, one) for place, one in dict.fromkeys(positions) if one not in points[place]]
-    known.simulate(wanted, "checking between positions")
+    wanted = [
+        (index, point) for index, point in dict.fromkeys(positions) if point not in points[index]
+    ]
+    cases.simulate(wanted, "checking between positions")
     errors = []
-    for place, one in wanted:
-        exact, shown = known.figures(place, one), between(grids[place], board.controls, one)
+    for index, point in wanted:
+        exact, shown = cases.figures(index, point), between(grids[index], board.controls, point)
         if isinstance(exact, Figures) and shown is not None:
             off = abs(shown["tokens_per_s"] / exact.tokens_per_s - 1)
-            errors.append(_Error(place, one, off, abs(shown["exposed"] - exact.exposed)))
+            errors.append(_Error(index, point, off, abs(shown["exposed"] - exact.exposed)))
     return errors
 
 
@@ -642,8 +575,8 @@ def _refine(board: Board, knots: list[Knots], errors: Sequence[_Error], toleranc
         if error.throughput <= tolerance:
             break
         more = [{*stops} for stops in knots[error.place]]
-        for at in board.loose(error.place):
-            more[at].add(error.positions[at])
+        for axis in board.loose(error.place):
+            more[axis].add(error.positions[axis])
         wanted = [*knots[: error.place], more, *knots[error.place + 1 :]]
         if more != knots[error.place] and sum(board.counts(wanted)) <= MAX_CASES:
             knots[error.place] = more

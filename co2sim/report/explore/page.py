@@ -62,10 +62,10 @@ def static_page(
 
 def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
     """What the page knows of a question beside figures."""
-    given, trained = question.case(0, {}).load()
+    hardware, trained = question.case(0, {}).load()
     cluster = question.case(0, begin(controls)).load()[0].value
-    price, low, high = cluster.price_per_gpu, given.value.price_low, given.value.price_high
-    if price != given.value.price_per_gpu:  # another price has not the range of the one given
+    price, low, high = cluster.price_per_gpu, hardware.value.price_low, hardware.value.price_high
+    if price != hardware.value.price_per_gpu:  # another price has not the range of the one given
         low, high = None, None
     return {
         "title": f"{trained.value.name} on {cluster.name}",
@@ -84,7 +84,9 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
 
 def begin(controls: Sequence[Control]) -> dict[str, str]:
     """What is set beside what was given where all controls are where they begin."""
-    stops = {one.path: one.stops[one.at].setting for one in controls if not one.given}
+    stops = {
+        slider.path: slider.stops[slider.at].setting for slider in controls if not slider.given
+    }
     return {path: setting for path, setting in stops.items() if setting is not None}
 
 
@@ -132,26 +134,26 @@ def exactness(grid: ExploreGrid) -> list[str]:
     simulated = f"{grid.simulated:,} cases were simulated for this page."
     if grid.ended:
         simulated += " Control-C ended it: others are missing, or less exact than asked for."
-    found: Exactness = grid.exactness
-    if not found.checked:
+    exact: Exactness = grid.exactness
+    if not exact.checked:
         return [simulated if grid.ended else f"{simulated} Every position of every slider is one."]
     end = (
         "as asked for"
-        if found.met
+        if exact.met
         else "it was ended"
         if grid.ended
         else f"at most {MAX_CASES:,} cases make a page"
     )
     short = (
-        f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
-        f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
+        f"{simulated} Between them throughput is off by up to {exact.largest:.2%} at"
+        f" {exact.checked} random positions; the tolerance is {exact.tolerance:.2%} ({end})."
     )
     more = (
         "Figures between simulated positions are interpolated; memory, micro-batch and"
         " recomputation are those of the nearest one. At these random positions, none of which was"
         " simulated for the page, they were compared with the simulator's: throughput is"
-        f" off by {found.median:.2%} at the median, exposed communication by"
-        f" {100 * found.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
+        f" off by {exact.median:.2%} at the median, exposed communication by"
+        f" {100 * exact.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
         " How far the simulator itself is off stands below, and in the 90 % intervals."
     )
     return [short, more]
@@ -183,7 +185,7 @@ def curve() -> Spec:
 
     The page sets the titles, the kind of the scale of y, and the strategies of colours and shapes.
     """
-    colour, shape = by_strategy([str(place) for place in range(MAX_STRATEGIES)])
+    colour, shape = by_strategy([str(number) for number in range(MAX_STRATEGIES)])
     x = alt.X("text:N", sort=None, title="x", axis=alt.Axis(labelOverlap=True, labelAngle=0))
     y = alt.Y("value:Q", title="y", scale=alt.Scale(nice=False, padding=10))
     base = alt.Chart(_ROWS).transform_filter("isValid(datum.value)")

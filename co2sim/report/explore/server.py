@@ -93,19 +93,19 @@ class Answers:
         self.uploads = 0
         self.ended = False
 
-    async def ask(self, what: str, *given: Any) -> Any:
+    async def ask(self, what: str, *arguments: Any) -> Any:
         """The answer of a method of `Asker`. Raises Co2simError, also where it takes too long."""
         if self.ended:
             raise OptionError(_ENDED)
         if not self.pool.active:  # Pebble gives up a pool when a process is killed that is idle
             self._renew()
         began = time.monotonic()
-        asked = self.pool.schedule(
-            _answer, args=[self.files, self.goal, what, *given], timeout=self.limit
+        future = self.pool.schedule(
+            _answer, args=[self.files, self.goal, what, *arguments], timeout=self.limit
         )
-        self.asked.add(asked)
+        self.asked.add(future)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(asked), _PATIENCE * self.limit)
+            return await asyncio.wait_for(asyncio.wrap_future(future), _PATIENCE * self.limit)
         except asyncio.CancelledError:
             if not self.ended:
                 raise
@@ -119,7 +119,7 @@ class Answers:
                 f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
             ) from None
         finally:
-            self.asked.discard(asked)
+            self.asked.discard(future)
 
     def _renew(self) -> None:
         """Begin with other processes."""
@@ -131,7 +131,7 @@ class Answers:
         """Those of `Asker`, shared out: a single position by its strategies, else by positions."""
         places = range(len(view.strategies))
         alone = len(settings) == 1
-        found = await asyncio.gather(
+        parts = await asyncio.gather(
             *(
                 self.ask("figures", view, settings, places[part::_PROCESSES])
                 if alone
@@ -140,8 +140,8 @@ class Answers:
             )
         )
         if alone:
-            return [[found[place % _PROCESSES][0][place // _PROCESSES] for place in places]]
-        return [found[at % _PROCESSES][at // _PROCESSES] for at in range(len(settings))]
+            return [[parts[index % _PROCESSES][0][index // _PROCESSES] for index in places]]
+        return [parts[turn % _PROCESSES][turn // _PROCESSES] for turn in range(len(settings))]
 
     async def add(self, upload: Upload) -> str:
         """Keep a file, if a process can read it in time; its name. Raises Co2simError."""
@@ -165,23 +165,23 @@ class Answers:
 
     def _check_room(self, kind: str, name: str) -> Mapping[str, str]:
         """The files of a kind. Raises OptionError if there are too many for one more."""
-        known: Mapping[str, str] = getattr(self.files, f"{kind}s")
-        if len(known) >= _MAX_FILES and name not in known:
+        files: Mapping[str, str] = getattr(self.files, f"{kind}s")
+        if len(files) >= _MAX_FILES and name not in files:
             raise OptionError(f"there are {_MAX_FILES} files already; start again for more")
-        return known
+        return files
 
     def warm(self, view: PageView) -> None:
         """Let every process read and simulate what the page begins with, before it asks."""
         places = range(len(view.strategies))
         for _ in range(_PROCESSES):
-            given: list[Any] = [self.files, self.goal, "figures", view, [{}], places]
-            self.pool.schedule(_answer, args=given)
+            arguments: list[Any] = [self.files, self.goal, "figures", view, [{}], places]
+            self.pool.schedule(_answer, args=arguments)
 
     def close(self) -> None:
         """End the processes, whatever they do, and all answers that are waited for."""
         self.ended = True
-        for asked in list(self.asked):
-            asked.cancel()
+        for future in list(self.asked):
+            future.cancel()
         self.pool.stop()  # type: ignore[no-untyped-call]
         self.pool.join()
 
@@ -200,33 +200,29 @@ class _Server(uvicorn.Server):
 
 
 def _pool() -> ProcessPool:
-    return ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
+    return ProcessPool(max_workers=_PROCESSES, initializer=share_memory, initargs=[_PROCESSES])
 
 
 _askers: dict[str, Asker] = {}
 
 
-def _prepare() -> None:
-    share_memory(_PROCESSES)
-
-
-def _answer(files: Files, goal: Goal, what: str, *given: Any) -> Any:
+def _answer(files: Files, goal: Goal, what: str, *arguments: Any) -> Any:
     """In a process: the asker is kept as long as the files are the same."""
     key = repr(files)
     if key not in _askers:
         _askers.clear()
         _askers[key] = Asker(files, goal)
-    return getattr(_askers[key], what)(*given)
+    return getattr(_askers[key], what)(*arguments)
 
 
 def application(answers: Answers, view: PageView, token: str) -> Starlette:
     """The server: `view` is what its page begins with."""
 
     async def page(_: Request) -> Response:
-        known = catalog()
-        own = {"clusters": answers.files.clusters, "models": answers.files.models}
-        listed = {kind: _with_files(files, known[kind]) for kind, files in own.items()}
-        return HTMLResponse(*server_page(view.model_dump(), known | listed, token))
+        listed_now = catalog()
+        files_of = {"clusters": answers.files.clusters, "models": answers.files.models}
+        listed = {kind: _with_files(files, listed_now[kind]) for kind, files in files_of.items()}
+        return HTMLResponse(*server_page(view.model_dump(), listed_now | listed, token))
 
     async def begin(request: Request) -> Response:
         return JSONResponse(await answers.ask("begin", await _read(request, PageView)))
@@ -236,20 +232,22 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
         return JSONResponse({})
 
     async def figures(request: Request) -> Response:
-        asked = await _read(request, Positions)
-        return JSONResponse(await answers.figures(asked.view, asked.settings))
+        question = await _read(request, Positions)
+        return JSONResponse(await answers.figures(question.view, question.settings))
 
     async def fitting(request: Request) -> Response:
-        asked = await _read(request, Place)
-        return JSONResponse(await answers.ask("fitting", asked.view, asked.settings, asked.place))
+        question = await _read(request, Place)
+        return JSONResponse(
+            await answers.ask("fitting", question.view, question.settings, question.place)
+        )
 
     async def commands(request: Request) -> Response:
-        asked = await _read(request, Positions)
-        return JSONResponse(await answers.ask("commands", asked.view, asked.settings[0]))
+        question = await _read(request, Positions)
+        return JSONResponse(await answers.ask("commands", question.view, question.settings[0]))
 
     async def report(request: Request) -> Response:
-        asked = await _read(request, Positions)
-        return HTMLResponse(await answers.ask("report", asked.view, asked.settings[0]))
+        question = await _read(request, Positions)
+        return HTMLResponse(await answers.ask("report", question.view, question.settings[0]))
 
     async def upload(request: Request) -> Response:
         return JSONResponse({"name": await answers.add(await _read(request, Upload))})
@@ -258,7 +256,7 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     made = Starlette(
         routes=[
             Route("/", page),
-            *(Route(f"/{one.__name__}", one, methods=["POST"]) for one in asking),
+            *(Route(f"/{handler.__name__}", handler, methods=["POST"]) for handler in asking),
         ],
         exception_handlers={
             Co2simError: _refused,
@@ -270,9 +268,9 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     return made
 
 
-def _with_files(files: Iterable[str], known: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _with_files(files: Iterable[str], listed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Names of the user's files first, then those of the catalog, with what they are."""
-    return [*((name, "a file") for name in files if name not in dict(known)), *known]
+    return [*((name, "a file") for name in files if name not in dict(listed)), *listed]
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:
@@ -325,7 +323,8 @@ def serve(
                 server_header=False,
                 timeout_graceful_shutdown=1,
             )
-            say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
+            address = f"http://{HOST}:{bound.getsockname()[1]}/?token={token}"
+            say(f"open {address}\ncontrol-C ends it")
             _Server(config, answers).run(sockets=[bound])
         finally:
             answers.close()
@@ -392,8 +391,8 @@ class Guard:
         strange = origin is not None and origin != f"http://{host}"
         if strange or request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
             return PlainTextResponse("this server answers its own page only", 403)
-        given = request.query_params if request.method == "GET" else request.headers
-        token = given.get("token" if request.method == "GET" else HEADER, "")
+        fields = request.query_params if request.method == "GET" else request.headers
+        token = fields.get("token" if request.method == "GET" else HEADER, "")
         if not secrets.compare_digest(token.encode(), self.token.encode()):
             text = "the token is missing or wrong; open the address that `co2sim explore` printed"
             return PlainTextResponse(text, 403)

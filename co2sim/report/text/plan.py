@@ -17,57 +17,57 @@ _UNDECIDED = "Undecided: the 90 % intervals of the choice and the runner-up over
 
 
 def words(
-    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
+    answer: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
 ) -> list[str]:
     """The answer in sentences."""
-    choice = found.choice
+    choice = answer.choice
     if choice is None:
-        return [nothing(found)]
-    told = [f"Take {_told(choice)}."]
-    if found.interrupted:
-        told = [_stopped(found), f"So far the best: {_told(choice)}."]
-    told += list(limits(found, choice))
-    told.append(_room(choice))
-    told += traded(found)
-    told += list(_against(found))
+        return [nothing(answer)]
+    said = [f"Take {_told(choice)}."]
+    if answer.interrupted:
+        said = [_stopped(answer), f"So far the best: {_told(choice)}."]
+    said += list(limits(answer, choice))
+    said.append(_room(choice))
+    said += traded(answer)
+    said += list(_against(answer))
     if held:
         lever = held[0]
-        told.append(
+        said.append(
             f"Main limit: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
             f" {choice.result.unit}s/s."
         )
-    return [*told, *turning(turns)]
+    return [*said, *turning(turns)]
 
 
 def _room(choice: Candidate) -> str:
     """How much of the memory of a GPU it takes, and whether published runs are near."""
-    found = choice.result
+    result = choice.result
     size, room = (
-        scaled(found.memory_bytes_per_gpu["total"], "B"),
-        scaled(found.gpu_memory_bytes, "B"),
+        scaled(result.memory_bytes_per_gpu["total"], "B"),
+        scaled(result.gpu_memory_bytes, "B"),
     )
-    text = f"Memory: {size} of the {room} of a GPU, {found.misfit or found.memory_fit}"
-    if found.memory_bytes_low is not None and found.memory_bytes_high is not None:
-        ends = scaled(found.memory_bytes_low, "B"), scaled(found.memory_bytes_high, "B")
+    text = f"Memory: {size} of the {room} of a GPU, {result.misfit or result.memory_fit}"
+    if result.memory_bytes_low is not None and result.memory_bytes_high is not None:
+        ends = scaled(result.memory_bytes_low, "B"), scaled(result.memory_bytes_high, "B")
         text += f" (90 %: {ends[0]} to {ends[1]})"
-    if found.unlike_published:
+    if result.unlike_published:
         return f"{text}. No published run is near it: test it first."
-    return f"{text}." if found.memory_fit == "fits" else f"{text}. Test it on one node first."
+    return f"{text}." if result.memory_fit == "fits" else f"{text}. Test it on one node first."
 
 
-def doubts(found: Recommendation) -> list[str]:
+def doubts(answer: Recommendation) -> list[str]:
     """Of the words, those that say what is not sure."""
-    choice = found.choice
+    choice = answer.choice
     if choice is None:
         return []
-    told = [_stopped(found)] if found.interrupted else []
-    told += [text for text in limits(found, choice) if not text.startswith(_KEEPS)]
-    return [*told, *([_UNDECIDED] if found.undecided else [])]
+    said = [_stopped(answer)] if answer.interrupted else []
+    said += [text for text in limits(answer, choice) if not text.startswith(_KEEPS)]
+    return [*said, *([_UNDECIDED] if answer.undecided else [])]
 
 
-def _stopped(found: Recommendation) -> str:
+def _stopped(answer: Recommendation) -> str:
     """What an interrupted plan leaves open."""
-    seen = f"{found.simulated:,} of {found.candidates:,} candidates"
+    seen = f"{answer.simulated:,} of {answer.candidates:,} candidates"
     return f"Stopped after {seen}: there may be a better one."
 
 
@@ -82,30 +82,30 @@ def spends(option: Candidate) -> list[str]:
     return [f"{in_words(option.totals, option.result.unit)}."]
 
 
-def others(found: Recommendation) -> list[str]:
+def others(answer: Recommendation) -> list[str]:
     """The runner-up and the best of another offer, in short."""
-    options = {"": found.runner_up, "The best of another offer: ": found.rival}
-    if found.rival == found.runner_up:
+    options = {"": answer.runner_up, "The best of another offer: ": answer.rival}
+    if answer.rival == answer.runner_up:
         del options["The best of another offer: "]
     return [
-        f"{head}{named(one)}: {_spent(one.totals)}; {_margin(found, one)}."
-        for head, one in options.items()
-        if one
+        f"{head}{named(option)}: {_spent(option.totals)}; {_margin(answer, option)}."
+        for head, option in options.items()
+        if option
     ]
 
 
-def _spent(found: Totals) -> str:
+def _spent(totals: Totals) -> str:
     """Days and money, or GPU-hours."""
-    unit = "GPU-hours" if found.cost is None else found.currency
-    return f"{amount(found.days)} days, {spent(found):,.0f} {unit}"
+    unit = "GPU-hours" if totals.cost is None else totals.currency
+    return f"{amount(totals.days)} days, {spent(totals):,.0f} {unit}"
 
 
-def _margin(found: Recommendation, other: Candidate) -> str:
+def _margin(answer: Recommendation, other: Candidate) -> str:
     """How far it is behind the choice."""
-    assert found.choice is not None
-    margin = other.score(found.wanted.want) / found.choice.score(found.wanted.want) - 1
+    assert answer.choice is not None
+    margin = other.score(answer.wanted.want) / answer.choice.score(answer.wanted.want) - 1
     much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
-    return f"{much} {_BEHIND[found.wanted.want][1]}"
+    return f"{much} {_BEHIND[answer.wanted.want][1]}"
 
 
 _BEHIND = {
@@ -126,39 +126,39 @@ def turning(turns: Sequence[BreakEven]) -> list[str]:
 
 
 def _told(option: Candidate) -> str:
-    case, found = option.case, option.totals
+    case, totals = option.case, option.totals
     text = f"{named(option)}, micro-batch {case.micro_batch} x {option.result.accumulation}"
     divided = case.mesh_words()
     text += f", {divided}" if divided else ""
     text += f", recompute {case.recompute}" if case.recompute != "none" else ""
-    return f"{text}: {in_words(found, option.result.unit)}"
+    return f"{text}: {in_words(totals, option.result.unit)}"
 
 
-def best_trade(found: Recommendation) -> Candidate | None:
+def best_trade(answer: Recommendation) -> Candidate | None:
     """The knee of the front, where it is no end of it that is the choice."""
-    if found.choice is None:
+    if answer.choice is None:
         return None
-    best = found.front[knee([option.totals for option in found.front])]
-    return None if best == found.choice else best
+    best = answer.front[knee([option.totals for option in answer.front])]
+    return None if best == answer.choice else best
 
 
-def traded(found: Recommendation, *, brief: bool = False) -> list[str]:
+def traded(answer: Recommendation, *, brief: bool = False) -> list[str]:
     """The knee of the front, against its cheap end; nothing where it is the choice."""
-    best, cheapest = best_trade(found), found.front[-1]
+    best, cheapest = best_trade(answer), answer.front[-1]
     if best is None:
         return []
-    told = f"{named(best)}, "
+    said = f"{named(best)}, "
     if best is cheapest:
-        told += f"{in_short(best.totals, best.result.unit)}"
+        said += f"{in_short(best.totals, best.result.unit)}"
     else:
-        told += trade(best.totals, cheapest.totals)
+        said += trade(best.totals, cheapest.totals)
     head = "The best trade of days against money"
-    return [f"{told}."] if brief else [f"{head}: {told}. It has {TRADE}."]
+    return [f"{said}."] if brief else [f"{head}: {said}. It has {TRADE}."]
 
 
-def limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
+def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
-    wanted, total = found.wanted, choice.totals
+    wanted, total = answer.wanted, choice.totals
     for name, most, worst, unit in (
         ("deadline", wanted.deadline, total.days_high, "days"),
         ("budget", wanted.budget, total.cost_high, total.currency),
@@ -172,64 +172,64 @@ def limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
             yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}."
-            yield from _safer(found, name, most)
+            yield from _safer(answer, name, most)
 
 
-def _safer(found: Recommendation, name: str, most: float) -> Iterator[str]:
+def _safer(answer: Recommendation, name: str, most: float) -> Iterator[str]:
     """The best one of those shown that keeps a limit at the bad end, too."""
 
     def worst(option: Candidate) -> float | None:
         return option.totals.days_high if name == "deadline" else option.totals.cost_high
 
-    sure = [o for o in (*found.best, *found.front) if (w := worst(o)) is not None and w <= most]
+    sure = [o for o in (*answer.best, *answer.front) if (w := worst(o)) is not None and w <= most]
     if sure:
-        best = min(sure, key=lambda option: option.score(found.wanted.want))
+        best = min(sure, key=lambda option: option.score(answer.wanted.want))
         yield f"The best of those below that keeps it at the bad end, too: {_told(best)}."
 
 
-def _against(found: Recommendation) -> Iterator[str]:
-    other, want = found.runner_up, found.wanted.want
+def _against(answer: Recommendation) -> Iterator[str]:
+    other, want = answer.runner_up, answer.wanted.want
     if other is None:
         yield "No other cluster, strategy or number of GPUs was tried that is within the limits."
         return
-    yield f"The runner-up {_BEHIND[want][0]} {_margin(found, other)}: {_told(other)}."
-    yield _UNDECIDED if found.undecided else "They differ by more than may be wrong."
-    if found.rival and found.rival is not other:
-        yield f"The best on another cluster: {_told(found.rival)}."
-        if found.choice and overlap(found.choice, found.rival, want):
-            both = (offer_name(one.case.cluster) for one in (found.choice, found.rival))
+    yield f"The runner-up {_BEHIND[want][0]} {_margin(answer, other)}: {_told(other)}."
+    yield _UNDECIDED if answer.undecided else "They differ by more than may be wrong."
+    if answer.rival and answer.rival is not other:
+        yield f"The best on another cluster: {_told(answer.rival)}."
+        if answer.choice and overlap(answer.choice, answer.rival, want):
+            both = (offer_name(option.case.cluster) for option in (answer.choice, answer.rival))
             yield f"Undecided between {' and '.join(both)}: their 90 % intervals overlap."
 
 
-def nothing(found: Recommendation) -> str:
+def nothing(answer: Recommendation) -> str:
     """Why there is no choice."""
-    wanted = found.wanted
+    wanted = answer.wanted
     limits = [
         *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
         *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
         *([scaled(wanted.power, "W")] if wanted.power else []),
     ]
-    if not found.front:
-        if found.failed:
-            return f"no candidate can be simulated: {found.failed[0]}"
+    if not answer.front:
+        if answer.failed:
+            return f"no candidate can be simulated: {answer.failed[0]}"
         return (
-            f"none of {found.large:,} candidates fits in memory; take more GPUs, another strategy"
+            f"none of {answer.large:,} candidates fits in memory; take more GPUs, another strategy"
             " (-s fsdp), --recompute full or less --headroom"
         )
-    fastest, cheapest = found.front[0], found.front[-1]
+    fastest, cheapest = answer.front[0], answer.front[-1]
     text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
     return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
 
 
-def looked(space: Space, found: Recommendation) -> Iterator[str]:
+def looked(space: Space, answer: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
-        f"{found.candidates:,} candidates: {found.simulated:,} were simulated, {found.large:,} do"
-        f" not leave {space.headroom:.0%} of the memory free, the others"
-        f" {'were not looked at' if found.interrupted else 'are slower or dearer by a bound'}"
+        f"{answer.candidates:,} candidates: {answer.simulated:,} were simulated, {answer.large:,}"
+        f" do not leave {space.headroom:.0%} of the memory free, the others"
+        f" {'were not looked at' if answer.interrupted else 'are slower or dearer by a bound'}"
     )
-    if found.unsearched:
-        pairs = counted(found.unsearched, "pair")
+    if answer.unsearched:
+        pairs = counted(answer.unsearched, "pair")
         yield f"{pairs} of cluster and strategy not shown: stopped early, as they cannot win"
     source = space.batch_source
     why = f" (assumed: {source}; --global-batch sets it)" if source else ""
@@ -237,11 +237,11 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
         yield "one software stack was tried; --stack torchtitan,megatron-core tries two"
     near = "" if isinstance(space.job.global_batch, int) else ", or what GPUs divide well near it"
     yield f"global batch: {space.global_batch:,} samples a step{near}{why}"
-    for name, reason in list(found.impossible.items())[:3]:
+    for name, reason in list(answer.impossible.items())[:3]:
         yield f"left out: {name}: {reason}"
-    for reason in found.failed[:3]:
+    for reason in answer.failed[:3]:
         yield f"failed: {reason}"
-    for name in found.unknown:
+    for name in answer.unknown:
         yield f"left out: {name}: what its steps are worth was not measured; --steps-factor"
 
 
@@ -269,40 +269,40 @@ def trial(choice: Candidate) -> str:
     nodes = min(2, cluster.nodes)
     groups = nodes * cluster.gpus_per_node // case.in_stage
     batch = groups * case.micro_batch * choice.result.accumulation
-    asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
-    asked = asked.replace(f" --gpus {case.gpus}", "")
-    asked = asked.replace(f"--global-batch {case.global_batch}", f"--global-batch {batch}")
+    command = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
+    command = command.replace(f" --gpus {case.gpus}", "")
+    command = command.replace(f"--global-batch {case.global_batch}", f"--global-batch {batch}")
     return (
         f"torchrun --nnodes {nodes} --nproc-per-node {cluster.gpus_per_node} --rdzv-backend c10d"
-        f" --rdzv-endpoint first-node:29500 {asked} --out out"
+        f" --rdzv-endpoint first-node:29500 {command} --out out"
     )
 
 
 def plain(
-    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
+    answer: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
 ) -> dict[str, Any]:
     """As plain values for JSON."""
-    choice = found.choice
+    choice = answer.choice
     return {
-        "answer": words(found, turns, held),
-        "want": found.wanted.want,
-        "choice": choice and _option(choice, found.wanted),
-        "runner_up": found.runner_up and _option(found.runner_up, found.wanted),
-        "rival": found.rival and _option(found.rival, found.wanted),
-        "best_trade": (best := best_trade(found)) and _option(best, found.wanted),
-        "undecided": found.undecided,
+        "answer": words(answer, turns, held),
+        "want": answer.wanted.want,
+        "choice": choice and _option(choice, answer.wanted),
+        "runner_up": answer.runner_up and _option(answer.runner_up, answer.wanted),
+        "rival": answer.rival and _option(answer.rival, answer.wanted),
+        "best_trade": (best := best_trade(answer)) and _option(best, answer.wanted),
+        "undecided": answer.undecided,
         "break_even": [asdict(turn) for turn in turns],
         "levers": [asdict(lever) for lever in held],
-        "front": [_option(option, found.wanted) for option in found.front],
-        "best": [_option(option, found.wanted) for option in found.best],
-        "candidates": found.candidates,
-        "simulated": found.simulated,
-        "do_not_fit": found.large,
-        "left_out": found.impossible,
-        "failed": list(found.failed),
-        "not_measured": list(found.unknown),
-        "interrupted": found.interrupted,
-        "commands": list(commands(choice, found.wanted)) if choice else [],
+        "front": [_option(option, answer.wanted) for option in answer.front],
+        "best": [_option(option, answer.wanted) for option in answer.best],
+        "candidates": answer.candidates,
+        "simulated": answer.simulated,
+        "do_not_fit": answer.large,
+        "left_out": answer.impossible,
+        "failed": list(answer.failed),
+        "not_measured": list(answer.unknown),
+        "interrupted": answer.interrupted,
+        "commands": list(commands(choice, answer.wanted)) if choice else [],
     }
 
 

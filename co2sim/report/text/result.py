@@ -1,12 +1,12 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import islice, pairwise, product
-from typing import Any, cast
+from dataclasses import fields, replace
+from itertools import pairwise, product
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -15,19 +15,18 @@ from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
-from co2sim.models.framework import AttentionKernel
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.prediction import figures, intervals, notes
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
 from co2sim.prediction.intervals import error_model, undecided
-from co2sim.prediction.job import Stage, schedule_of
+from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.totals import totals_of
 from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
-from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.schedule.schedule import Layout
 from co2sim.simulation.noise import QUIET, Noise
 from co2sim.strategies import STRATEGIES, Strategy, with_options
 from co2sim.strategies.step import title
@@ -55,7 +54,10 @@ def print_result(
     r = result
     _print_header(out, r, noise)
     print_chosen(out, [("", result)])
-    rows = [*_figures(r, measured=measured), *(totals.loss_rows(r, goal) if goal else []), *more]
+    rows = [*list_of(r)]
+    if measured and r.straggler_delay_s is None and r.waiting_s:
+        rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
+    rows += [*(totals.loss_rows(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         print_sources(out, [r], *near, "")
@@ -96,29 +98,28 @@ def print_comparison(
     """
     out = console()
     pairs = sorted(zip(cases, results, strict=True), key=lambda pair: -pair[1].tokens_per_s)
-    cases, results = [case for case, _ in pairs], [one for _, one in pairs]
+    cases, results = [case for case, _ in pairs], [result for _, result in pairs]
     first = results[0]
     shown = in_table("page")
     rows = [
         (
-            one.strategy,
-            *(figure.shown(one) or "-" for figure in shown),
-            one.misfit or one.memory_fit,
+            result.strategy,
+            *(figure.shown(result) or "-" for figure in shown),
+            result.misfit or result.memory_fit,
         )
-        for one in results
+        for result in results
     ]
     heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
-    close = not_told_apart([(one.strategy, one) for one in results])
+    close = not_told_apart([(result.strategy, result) for result in results])
     lines = question(results)[1:] if brief else []
     lines += _near(cases[0], first)
     print_lines(out, *lines, *([close] if close else []), "")
     if tokens is not None:
-        found = totals.totals_for(cases, results, tokens, goal)
-        named = [([one.strategy], total) for one, total in zip(results, found, strict=True)]
-        head = f"to train {tokens:.4g} {first.unit}s"
-        totals.print_totals(out, head, ("strategy",), named, 1)
+        trained = totals.totals_for(cases, results, tokens, goal)
+        names = [[result.strategy] for result in results]
+        totals.print_totals(out, tokens, ("strategy",), names, results, trained)
 
 
 def _near(case: Question, result: Result) -> list[str]:
@@ -159,13 +160,14 @@ def print_simulated(
     `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
     train these.
     """
-    found = None if tokens is None else totals_of(case, result, tokens, goal)
-    more = [] if tokens is None else totals.rows_of(found, result.unit)
+    trained = None if tokens is None else totals_of(case, result, tokens, goal)
+    more = [] if tokens is None else totals.rows_of(trained, result.unit)
     if tokens is not None:
-        totals.print_answer(console(), [(totals.where(result), result, found)])
+        answer = totals.sentences([(totals.where(result), result, trained)])
+        print_lines(console(), *answer, "")
     print_result(result, noise=case.noise, goal=goal, more=more, near=_near(case, result))
     if tokens is not None:
-        totals.print_basis(console(), [case], [found])
+        print_lines(console(), *totals.basis_lines([case], [trained]))
     if not result.fits_in_memory:
         taken = replace(
             case,
@@ -174,24 +176,27 @@ def print_simulated(
             global_batch=None,
             recompute=result.recompute,
         )
-        print_fitting(console(), taken, settle)
+        lines, heading, rows = fitting(taken, settle)
+        print_lines(console(), *lines, "")
+        if rows:
+            print_table(console(), heading, ("instead", "memory per GPU"), rows)
 
 
-def print_verdicts(found: Sequence[Verdict]) -> None:
+def print_verdicts(judged: Sequence[Verdict]) -> None:
     """Whether each local-update method is worth it, and the Python that trains so."""
-    for one in found:
-        said, how = verdict_lines(one, named=len(found) > 1)
+    for verdict in judged:
+        said, how = verdict_lines(verdict, named=len(judged) > 1)
         print_lines(console(), said)
         print(how)  # a whole line, to copy
 
 
-def verdict_lines(one: Verdict, *, named: bool) -> tuple[str, str]:
+def verdict_lines(verdict: Verdict, *, named: bool) -> tuple[str, str]:
     """The verdict, and the Python that trains so."""
-    how = f"no training code: {one.untrainable}"
-    if one.python:
-        names = sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", one.python)))
-        how = f"train so, with {' and '.join(names)} of realrun.algorithms: {one.python}"
-    return f"verdict: {f'{one.strategy}: ' if named else ''}{one}", how
+    how = f"no training code: {verdict.untrainable}"
+    if verdict.python:
+        names = sorted(set(re.findall(r"\b[A-Z]\w+(?=[(.])", verdict.python)))
+        how = f"train so, with {' and '.join(names)} of realrun.algorithms: {verdict.python}"
+    return f"verdict: {f'{verdict.strategy}: ' if named else ''}{verdict}", how
 
 
 def print_evidence(case: Question, result: Result) -> None:
@@ -235,7 +240,7 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
 
 def stacks_of(results: Iterable[Result]) -> str:
     """The software stacks that all is predicted with; empty where none is known."""
-    names = list(dict.fromkeys(one.stack for one in results if one.stack))
+    names = list(dict.fromkeys(result.stack for result in results if result.stack))
     return f"stack{'s' * (len(names) > 1)}: {'; '.join(names)}" if names else ""
 
 
@@ -246,27 +251,21 @@ def adapters(r: Result) -> str:
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:
     """A text: how fast nodes and ops were, of one run, or of many, but for what `varied`."""
-    found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
-    more = len(found) - _NAMED
-    found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
+    said = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
+    more = len(said) - _NAMED
+    said = [*said[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
     seed = "" if "seed" in varied else f"seed {noise.seed}"
     behind = f" ({seed})" if seed else ""
     if noise.straggle and result is not None:
         layout = Layout(result.nodes, result.gpus // result.nodes)
         slowdowns = noise.node_slowdowns(layout)
         span = f"{1 / max(slowdowns):.3g} to {1 / min(slowdowns):.3g} of nominal"
-        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
+        said.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
     elif noise.straggle and "straggle" not in varied:
-        found.append(f"straggle {noise.straggle:g} on every node{behind}")
+        said.append(f"straggle {noise.straggle:g} on every node{behind}")
     if noise.jitter and "jitter" not in varied:
-        found.append(f"jitter {noise.jitter:g} on every op{behind}")
-    return ", ".join(found)
-
-
-def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
-    waits = measured and r.straggler_delay_s is None and r.waiting_s
-    what = "waiting for other ranks, hidden or not, per round"
-    return [*list_of(r), *([(what, duration(r.waiting_s))] if waits else [])]
+        said.append(f"jitter {noise.jitter:g} on every op{behind}")
+    return ", ".join(said)
 
 
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
@@ -296,12 +295,13 @@ def question(results: Sequence[Result]) -> list[str]:
         return []
     taken = "; ".join(
         dict.fromkeys(
-            f"{one.strategy}: {figures.brief_batch(one)} (micro-batch x micro-steps, recomputation)"
-            for one in results
+            f"{result.strategy}: {figures.brief_batch(result)} (micro-batch x micro-steps,"
+            " recomputation)"
+            for result in results
         )
     )
     batch = f"batch: {figures.shared_batch(results)}, {results[0].precision}; {taken}"
-    return [batch, *notes.alike(one.notes for one in results), stacks_of(results)]
+    return [batch, *notes.alike(result.notes for result in results), stacks_of(results)]
 
 
 def print_remarks(out: Console, results: Iterable[Result]) -> None:
@@ -318,11 +318,11 @@ def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:
     """The inputs that no source supports: one line each, whatever their values."""
-    found: dict[str, list[Fact]] = {}
+    facts_at: dict[str, list[Fact]] = {}
     for fact in dict.fromkeys(fact for result in results for fact in result.assumed):
-        found.setdefault(fact.path, []).append(fact)
-    if found:
-        rows = [(path, *_merged(facts)) for path, facts in found.items()]
+        facts_at.setdefault(fact.path, []).append(fact)
+    if facts_at:
+        rows = [(path, *_merged(facts)) for path, facts in facts_at.items()]
         title = "assumed, not measured or published"
         print_table(out, title, ("number", "value", "why"), rows, left=3)
 
@@ -358,14 +358,6 @@ _MAX = 6
 """Alternatives that are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A configuration near one that does not fit: what to change, and its bytes on a GPU."""
-
-    changes: dict[str, str]
-    memory: Bytes
-
-
 def largest(stage: Stage) -> str:
     """The largest item of memory, and what makes it smaller, in a line."""
     memory, job = stage.memory(), stage.workload.share
@@ -384,17 +376,6 @@ def largest(stage: Stage) -> str:
     return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
 
 
-def print_fitting(out: Console, case: Question, settle: Callable[[Question], Question]) -> None:
-    """Print what to change so that the case fits, or what comes nearest.
-
-    `settle` gives a case numbers for what it leaves open.
-    """
-    lines, heading, rows = fitting(case, settle)
-    print_lines(out, *lines, "")
-    if rows:
-        print_table(out, heading, ("instead", "memory per GPU"), rows)
-
-
 def fitting(
     case: Question, settle: Callable[[Question], Question]
 ) -> tuple[list[str], str, list[tuple[str, str]]]:
@@ -404,22 +385,23 @@ def fitting(
     """
     if case.pp > 1:  # its stages are simulated one by one
         return ["less memory: more stages (--pp), --tp, or --recompute full"], "", []
-    stage = settle(case).stage()
-    memory = stage.cluster.gpu.memory
+    settled = settle(case)
+    stage = settled.job().stage(micro_steps=1)
+    room = stage.cluster.gpu.memory
     lines = [largest(stage), "`co2sim plan` finds what fits and costs least"]
-    found = list(alternatives(stage, case.parsed))
-    fitting = _fewest_changes([one for one in found if one.memory <= memory])
+    tried = list(alternatives(case, settled))
+    shown = _fewest_changes([changed for changed in tried if changed[1] <= room])[:_MAX]
     as_is = f"micro-batch {stage.workload.micro_batch}, recompute {stage.workload.recompute}"
-    heading = f"what would fit in {scaled(memory, 'B')} ({as_is}, unless it says more)"
-    if not fitting:
-        fitting = sorted(found, key=lambda one: one.memory)[:1]
-        heading = f"nothing tried fits in {scaled(memory, 'B')}; the smallest"
+    heading = f"what would fit in {scaled(room, 'B')} ({as_is}, unless it says more)"
+    if not shown:
+        shown = sorted(tried, key=lambda changed: changed[1])[:1]
+        heading = f"nothing tried fits in {scaled(room, 'B')}; the smallest"
     rows = [
         (
-            " ".join(f"--{name} {value}" for name, value in one.changes.items()),
-            f"{scaled(one.memory, 'B')}{_fit_of(one.memory, memory)}",
+            " ".join(f"--{name} {text}" for name, text in changes.items()),
+            f"{scaled(memory, 'B')}{_fit_of(memory, room)}",
         )
-        for one in islice(filter(partial(_runs, case, settle), fitting), _MAX)
+        for changes, memory in shown
     ]
     return lines, heading, rows
 
@@ -431,54 +413,41 @@ def _fit_of(needed: Bytes, room: Bytes) -> str:
     return "" if high <= room or needed > room else ", tight"
 
 
-def alternatives(stage: Stage, asked: Strategy) -> Iterator[Alternative]:
-    """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
+def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, str], Bytes]]:
+    """Options to change, and the bytes that a GPU needs then; those with the fewest come first.
 
-    Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
+    Combinations of a sharded strategy, more recomputation, a smaller micro-batch, and more GPUs, of
+    the case that is `settled`. What the strategy of the `case` leaves open stays open.
     """
-    job, layout = stage.workload, stage.cluster.layout
-    strategies = {"": stage.strategy}
+    job = settled.job()
+    work, gpus = job.workload, job.cluster.layout.world_size
+    strategies = {"": settled.parsed}
     for name in _SHARDED:
-        if (open_ := _sharded(asked, name)) and (settled := _sharded(stage.strategy, name)):
-            strategies[_text(open_)] = settled
-    eager = job.attention == "eager"
-    attentions = ["", *(["flash"] if eager else [])]
-    recomputes = ["", *(["selective"] if eager and job.recompute == "none" else [])]
-    if job.recompute != "full" and any(block.boundary_bytes for block in job.model.blocks):
+        if (open_ := _sharded(case.parsed, name)) and (inner := _sharded(settled.parsed, name)):
+            text = title(open_).replace("(", ":").replace(", ", ",").removesuffix(")")
+            strategies[text] = inner  # as it is given to --strategy without quotes
+    eager = work.attention == "eager"
+    recomputes = ["selective"] if eager and work.recompute == "none" else []
+    if work.recompute != "full" and any(block.boundary_bytes for block in work.model.blocks):
         recomputes.append("full")
-    halves = [job.micro_batch >> times for times in range(1, job.micro_batch.bit_length())]
-    gpus = [layout.world_size << times for times in range(1, _DOUBLINGS + 1)]
-    sizes = (["", *map(str, halves)], ["", *map(str, gpus)])
-    points = product(strategies, attentions, recomputes, *sizes)
+    halves = [work.micro_batch >> times for times in range(1, work.micro_batch.bit_length())]
+    larger = [gpus << times for times in range(1, _DOUBLINGS + 1)]
+    attentions = ["flash"] if eager else []
+    others = [["", *map(str, values)] for values in (attentions, recomputes, halves, larger)]
     names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
-    schedules: dict[str, Schedule] = {"": stage.schedule}
-    for point in sorted(points, key=lambda point: sum(map(bool, point))):
-        changes = {name: value for name, value in zip(names, point, strict=True) if value}
-        if not changes:
+    jobs: dict[tuple[str, ...], Job] = {}  # their memory is quick but for the first time
+    for point in sorted(product(strategies, *others), key=lambda point: sum(map(bool, point))):
+        strategy, attention, recompute, _, count = point
+        changes = {name: text for name, text in zip(names, point, strict=True) if text}
+        if not changes or (attention and recompute == "selective"):  # which flash makes needless
             continue
-        text, attention, recompute, micro_batch, count = point
-        if attention and recompute == "selective":  # which flash attention makes needless
-            continue
+        values: dict[str, Any] = {name.replace("-", "_"): text for name, text in changes.items()}
         try:
-            if text not in schedules:
-                schedules[text] = schedule_of(strategies[text], job, layout)
-            changed = replace(
-                stage,
-                schedule=schedules[text],
-                workload=replace(
-                    job,
-                    attention=cast(AttentionKernel, attention or job.attention),
-                    recompute=recompute or job.recompute,
-                    micro_batch=int(micro_batch or job.micro_batch),
-                ),
-                job=replace(
-                    stage.job,
-                    strategy=strategies[text],
-                    cluster=stage.cluster.resized(int(count or layout.world_size)),
-                ),
-            )
-            yield Alternative(changes, changed.memory()["total"])
-        except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
+            changed = replace(settled, **values | {"strategy": strategies[strategy]}).job()
+            batch = changed.workload
+            sized = jobs.setdefault((strategy, attention, count), changed)
+            yield changes, sized.memory(batch.micro_batch, batch.accumulation, batch.recompute)
+        except Co2simError:  # a cluster that cannot hold them, a batch that they do not divide
             continue
 
 
@@ -488,58 +457,36 @@ def _sharded(strategy: Strategy, name: str) -> Strategy | None:
     try:
         if {"worker", "inner"} <= options:
             worker = "site" if strategy.worker == "site" else "node"  # type: ignore[attr-defined]
-            found = with_options(strategy, {"worker": worker, "inner": name})
+            sharded = with_options(strategy, {"worker": worker, "inner": name})
         else:
-            found = STRATEGIES[name]()
+            sharded = STRATEGIES[name]()
     except OptionError:  # another option rules it out
         return None
-    return found if title(found) != title(strategy) else None
+    return sharded if title(sharded) != title(strategy) else None
 
 
-def _text(strategy: Strategy) -> str:
-    """As it is given to --strategy without quotes."""
-    return title(strategy).replace("(", ":").replace(", ", ",").removesuffix(")")
-
-
-def _fewest_changes(found: list[Alternative]) -> list[Alternative]:
+def _fewest_changes(
+    tried: Iterable[tuple[dict[str, str], Bytes]],
+) -> list[tuple[dict[str, str], Bytes]]:
     """Those that change nothing in vain: no other one changes less of the same."""
-    kept: list[Alternative] = []
-    for one in found:
-        if not any(_within(other.changes, one.changes) for other in kept):
-            kept.append(one)
+    kept: list[tuple[dict[str, str], Bytes]] = []
+    for changes, memory in tried:
+        if not any(_within(fewer, changes) for fewer, _ in kept):
+            kept.append((changes, memory))
     return kept
 
 
 def _within(few: dict[str, str], many: dict[str, str]) -> bool:
     """Whether `many` changes the same, and as far or further."""
-    for name, value in few.items():
-        match name:
-            case _ if name not in many:
-                return False
-            case "micro-batch" | "gpus":
-                further = int(many[name]) - int(value)
-                if (further if name == "gpus" else -further) < 0:
-                    return False
-            case "strategy" if many[name] != value:
-                return False
-    return True
-
-
-def _runs(case: Question, settle: Callable[[Question], Question], alternative: Alternative) -> bool:
-    """Whether the changed case is allowed, and needs the memory that was promised."""
-    changes = alternative.changes
-    try:
-        changed = replace(
-            case,
-            strategy=changes.get("strategy", case.strategy),
-            attention=cast(AttentionKernel, changes.get("attention", case.attention)),
-            recompute=changes.get("recompute", case.recompute),
-            micro_batch=cast(Any, changes.get("micro-batch", case.micro_batch)),
-            gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
-        )
-        return settle(changed).stage().memory()["total"] == alternative.memory
-    except Co2simError:  # a global batch that does not divide
-        return False
+    further: dict[str, Callable[[str, str], bool]] = {
+        "strategy": operator.eq,
+        "micro-batch": lambda less, more: int(more) <= int(less),
+        "gpus": lambda less, more: int(more) >= int(less),
+    }
+    return all(
+        name in many and (name not in further or further[name](text, many[name]))
+        for name, text in few.items()
+    )
 
 
 _MAX_NAMED = 3
@@ -565,22 +512,21 @@ def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
     sources: dict[str, set[str]] = {}
     for result in every:
         sources.setdefault(result.strategy, set()).add(result.interval_source)
-    found: dict[str, dict[str, None]] = {}
+    names_of: dict[str, dict[str, None]] = {}
     for result in every:
         size = f" on {counted(result.gpus, 'GPU')}" if len(sources[result.strategy]) > 1 else ""
-        found.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
-    lines = [
-        f"{INTERVAL}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
-        for source, strategies in found.items()
-    ]
+        names_of.setdefault(result.interval_source, {})[f"{result.strategy}{size}"] = None
+    lines = []
+    for source, names in names_of.items():
+        whose = f" of {first_of([*names], _MAX_NAMED)}" if len(names_of) > 1 else ""
+        lines.append(f"{INTERVAL}{whose}: {source}")
     print_lines(out, *lines, *after)
 
 
-def _first(names: Iterable[str]) -> str:
-    """A few of them."""
-    known = list(names)
-    rest = len(known) - _MAX_NAMED
-    return ", ".join(known[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first of many, and how many more there are."""
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
@@ -588,8 +534,8 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     inside = [pair for pair in named if pair[1].fits_in_memory]
     ranked = sorted(inside, key=lambda pair: -pair[1].tokens_per_s)
     pairs = [
-        f"{one} and {other}"
-        for (one, first), (other, second) in pairwise(ranked)
+        f"{name} and {following}"
+        for (name, first), (following, second) in pairwise(ranked)
         if undecided(first, second)
     ]
     return too_close(pairs, ranked[0][1].gpus, _PAIRS) if pairs else ""

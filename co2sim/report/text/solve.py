@@ -70,9 +70,9 @@ def _check_of(case: Question, solved: Solved, tokens: float | None, goal: Goal) 
     return with_tokens(command_of(case), wanted, goal if wanted else NO_GOAL)
 
 
-def checks(found: Sequence[Solved], tokens: float | None, goal: Goal) -> Iterator[str]:
+def checks(group: Sequence[Solved], tokens: float | None, goal: Goal) -> Iterator[str]:
     """The commands that show the figures at the answers."""
-    for solved in found:
+    for solved in group:
         answer = _headline(solved)
         edge = crossing(answer.met)
         case = solved.case if edge is None else solved.axis.at(solved.case, edge)
@@ -113,10 +113,10 @@ def _spans(spans: Sequence[ValueRange], axis: Axis) -> str:
     return " and ".join(map(one, spans)) or "-"
 
 
-def remarks(found: Sequence[Solved]) -> Iterator[str]:
+def remarks(group: Sequence[Solved]) -> Iterator[str]:
     """What is to be known of the answers for one target."""
-    target, axis = found[0].target, found[0].axis
-    for solved in found:
+    target, axis = group[0].target, group[0].axis
+    for solved in group:
         name = strategy_title(solved.case.strategy)
         if not solved.monotone:
             yield f"{name}: {target.name} rises and falls over the range"
@@ -127,9 +127,9 @@ def remarks(found: Sequence[Solved]) -> Iterator[str]:
     if target.metric.needs == "alone" and not axis.path.startswith(("inter.", "wan.", "gpus")):
         yield f"{axis.path} changes the one node that is compared with, too"
     if axis.path == "gpus":
-        size = found[0].case.load()[0].value.layout.world_size
+        size = group[0].case.load()[0].value.layout.world_size
         yield f"the cluster has {size:,} GPUs; more are a what-if"
-    looked = len(found[0].points)
+    looked = len(group[0].points)
     yield (
         f"looked at {looked} values from {axis.shown(axis.low)} to"
         f" {axis.shown(axis.high)}, and between those where the answer changes"

@@ -1,8 +1,7 @@
 """What a training takes, on the terminal: rows, a table, and lines on both."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -11,11 +10,10 @@ from co2sim.catalog import Fact
 from co2sim.common import convert
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, figures, scaled
-from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.power import COMPUTING, NEEDED
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, remark, scale_of, to_loss
+from co2sim.prediction.step_factors import NO_GOAL, Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
 
 Tokens = Annotated[
@@ -27,104 +25,109 @@ Tokens = Annotated[
         " and kg of CO2e. N are those that ddp would train; local updates need more.",
     ),
 ]
-Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]
-"""Totals behind the texts that name their cases."""
-
 _NAMED = 3
 """Values of one number that are named."""
 
 
-def rows_of(found: Totals | None, unit: str) -> list[tuple[str, str]]:
+def rows_of(totals: Totals | None, unit: str) -> list[tuple[str, str]]:
     """The totals as rows of a single result."""
-    if found is None:
+    if totals is None:
         return [("days, cost and energy", "steps factor not known")]
-    more = f", {found.trained:.4g} trained" if found.trained != found.tokens else ""
+    more = f", {totals.trained:.4g} trained" if totals.trained != totals.tokens else ""
     rows = [
-        (f"days for {found.tokens:.4g} {unit}s{more}", _days(found)),
-        ("GPU-hours", figures(found.gpu_hours)),
+        (f"days for {totals.tokens:.4g} {unit}s{more}", ranged(totals, "days")),
+        ("GPU-hours", figures(totals.gpu_hours)),
     ]
-    if found.cost is not None:
-        rows.append((str(found.currency), _cost(found)))
-    if found.power_w is not None:
-        rows += [("average power, at the meter", scaled(found.power_w, "W"))]
-        rows += [("kWh", _energy(found))]
-    if found.co2e_kg is not None:
-        rows.append(("kg CO2e", _carbon(found)))
+    if totals.cost is not None:
+        rows.append((str(totals.currency), ranged(totals, "cost")))
+    if totals.power_w is not None:
+        rows += [("average power, at the meter", scaled(totals.power_w, "W"))]
+        rows += [("kWh", ranged(totals, "energy_kwh"))]
+    if totals.co2e_kg is not None:
+        rows.append(("kg CO2e", ranged(totals, "co2e_kg")))
     return rows
 
 
 def print_totals(
-    out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
+    out: Console,
+    tokens: float,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    outcomes: Sequence[object],
+    trained: Sequence[Totals | None],
+    left: int = 1,
 ) -> None:
-    """A table of the totals of many cases; columns that no case knows are left out."""
-    known = [found for _, found in named if found is not None]
-    currencies = {found.currency for found in known if found.currency}
-    shown = {
-        "days": _days,
-        "GPU-hours": lambda found: figures(found.gpu_hours),
-        " or ".join(sorted(currencies)): lambda found: _cost(found, named=len(currencies) > 1),
-        "kW": lambda found: "-" if found.power_w is None else figures(found.power_w / 1000),
-        "kWh": _energy,
-        "kg CO2e": _carbon,
+    """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
+
+    A star marks what does not fit in memory.
+    """
+    unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
+    known, cells = table_of(trained)
+    shown = []
+    for row, outcome, more in zip(rows, outcomes, cells, strict=True):
+        misfit = isinstance(outcome, Result) and not outcome.fits_in_memory
+        shown.append([*row[:-1], f"{row[-1]}{'*' * misfit}", *more])
+    print_table(out, f"to train {tokens:.4g} {unit}s", [*columns, *known], shown, left=left)
+
+
+def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of totals; those that no case knows are left out, "-" is not known."""
+    currencies = sorted({totals.currency for totals in every if totals and totals.currency})
+
+    def cost(totals: Totals) -> str:
+        named = f" {totals.currency}" if len(currencies) > 1 and totals.currency else ""
+        return f"{ranged(totals, 'cost')}{named}"
+
+    shown: dict[str, Callable[[Totals], str]] = {
+        "days": lambda totals: ranged(totals, "days"),
+        "GPU-hours": lambda totals: figures(totals.gpu_hours),
+        " or ".join(currencies): cost,
+        "kW": lambda totals: "-" if totals.power_w is None else figures(totals.power_w / 1000),
+        "kWh": lambda totals: ranged(totals, "energy_kwh"),
+        "kg CO2e": lambda totals: ranged(totals, "co2e_kg"),
+        "useful time": lambda totals: f"{totals.goodput:.1%}" if totals.goodput < 1 else "-",
     }
     cells = {
-        head: ["-" if found is None else cell(found) for _, found in named]
+        head: ["-" if totals is None else cell(totals) for totals in every]
         for head, cell in shown.items()
     }
     kept = {head: column for head, column in cells.items() if set(column) - {"-"}}
-    rows = [[*texts, *(c[i] for c in kept.values())] for i, (texts, _) in enumerate(named)]
-    print_table(out, title, [*columns, *kept], rows, left=left)
+    return list(kept), [[column[row] for column in kept.values()] for row in range(len(every))]
 
 
-def print_basis(
-    out: Console, cases: Sequence[Question], found: Iterable[Totals | None], *after: str
-) -> None:
-    """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
-    print_lines(out, *basis_lines(cases, found), *after)
-
-
-def basis_lines(cases: Sequence[Question], found: Iterable[Totals | None]) -> list[str]:
+def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
-    known = [one for one in found if one is not None]
-    if not known:
+    trained = [totals for totals in every if totals is not None]
+    if not trained:
         return []
     facts = _facts(cases)
-    lines = [_useful(cases, known)]
-    if any(one.power_w is not None for one in known):
+    lines = [_useful(cases, trained)]
+    if any(totals.power_w is not None for totals in trained):
         said = {name: _said(facts, name) for name in NEEDED}
         lines.append(
             f"energy: {COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its idle"
             f" power{said['gpu.idle_power']} while it waits for others; the rest of a"
             f" node{said['node_power']}; PUE{said['pue']}"
         )
-    if any(one.co2e_kg is not None for one in known):
+    if any(totals.co2e_kg is not None for totals in trained):
         lines.append(
             f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: co2sim list grids"
         )
-    if any(one.cost is not None for one in known):
+    if any(totals.cost is not None for totals in trained):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
-    missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
+    missing = [name for name in EXAMPLES if any(name in totals.missing for totals in trained)]
     return [*lines, *_lacking(missing)]
 
 
-def marked(texts: list[str], outcome: object) -> list[str]:
-    """The texts of a row, with a star where the case does not fit in memory."""
-    lost = isinstance(outcome, Result) and not outcome.fits_in_memory
-    return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
-
-
-def _useful(cases: Sequence[Question], known: Sequence[Totals]) -> str:
+def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
     """What is said of failures."""
-    names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
+    clusters = [case.load()[0].value for case in cases]
+    names = {c.failures.name or "as given" for c in clusters if c.failures}
     if not names:
         return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
-    least, most = (end(one.goodput for one in known) for end in (min, max))
+    least, most = (end(totals.goodput for totals in trained) for end in (min, max))
     share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
     return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
-
-
-def _clusters(cases: Sequence[Question]) -> list[Cluster]:
-    return [case.load()[0].value for case in cases]
 
 
 def totals_for(
@@ -156,12 +159,12 @@ def _lacking(missing: Sequence[str]) -> list[str]:
 
 def _facts(cases: Sequence[Question]) -> Mapping[str, list[Fact]]:
     """The numbers of all cases that totals rest on, each once."""
-    found: dict[str, dict[Fact, None]] = {}
+    facts_at: dict[str, dict[Fact, None]] = {}
     apart = {(str(case.cluster), *case.overrides.items()): case for case in cases}
     for case in apart.values():
         for fact in basis(case):
-            found.setdefault(fact.path, {})[fact] = None
-    return {path: list(those) for path, those in found.items()}
+            facts_at.setdefault(fact.path, {})[fact] = None
+    return {path: list(those) for path, those in facts_at.items()}
 
 
 def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
@@ -179,30 +182,13 @@ def _why(fact: Fact) -> str:
     return f" ({name})" if fact.path in {"price_per_gpu", "grid_intensity", "pue"} and name else ""
 
 
-def _days(found: Totals) -> str:
-    return _range(found.days, found.days_low, found.days_high)
-
-
-def _cost(found: Totals, *, named: bool = False) -> str:
-    said = _range(found.cost, found.cost_low, found.cost_high)
-    return f"{said} {found.currency}" if named and found.currency else said
-
-
-def _energy(found: Totals) -> str:
-    return _range(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
-
-
-def _carbon(found: Totals) -> str:
-    return _range(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high)
-
-
-def _range(value: float | None, low: float | None, high: float | None) -> str:
-    if value is None:
-        return "-"
-    if low is None and high is None:
-        return figures(value)
-    ends = " to ".join("?" if end is None else figures(end) for end in (low, high))
-    return f"{figures(value)} ({ends})"
+def ranged(totals: Totals, name: str) -> str:
+    """An amount of totals, such as "cost", with its interval, as far as they are known."""
+    value, *ends = (getattr(totals, f"{name}{end}") for end in ("", "_low", "_high"))
+    if value is None or ends == [None, None]:
+        return "-" if value is None else figures(value)
+    low, high = ("?" if end is None else figures(end) for end in ends)
+    return f"{figures(value)} ({low} to {high})"
 
 
 Trainings = Sequence[tuple[str, Result, Totals | None]]
@@ -211,41 +197,30 @@ Trainings = Sequence[tuple[str, Result, Totals | None]]
 _LONG = 1000
 
 
-def in_words(found: Totals, unit: str) -> str:
+def in_words(totals: Totals, unit: str) -> str:
     """Days, money (or GPU-hours), energy and carbon, as far as they are known, with intervals.
 
     `unit` is what the model calls its tokens.
     """
-    text = in_short(found, unit)
-    for value, low, high, unit_ in (
-        (found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high, "MWh"),
-        (found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high, "t CO2e"),
-    ):
-        if value is not None:
-            text += f", {amount(value / 1000)} {unit_}{_between(low, high, 1000)}"
+    text = in_short(totals, unit)
+    for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
+        if (value := getattr(totals, name)) is not None:
+            text += f", {amount(value / 1000)} {thousands}{_between(totals, name, 1000)}"
     return text
 
 
-def in_short(found: Totals, unit: str) -> str:
+def in_short(totals: Totals, unit: str) -> str:
     """Days and money (or GPU-hours), as `in_words` has them."""
-    text = f"{short(found.tokens)} {unit}s in {amount(found.days)} days"
-    text += _between(found.days_low, found.days_high)
-    if not found.factor.certain:
-        more = " or more" if found.factor.high is None else ""
-        equal = amount(found.days / found.factor.factor)
+    text = f"{short(totals.tokens)} {unit}s in {amount(totals.days)} days"
+    text += _between(totals, "days")
+    if not totals.factor.certain:
+        more = " or more" if totals.factor.high is None else ""
+        equal = amount(totals.days / totals.factor.factor)
         text += f"{more} to the loss of ddp ({equal} at equal steps),"
-        text += f" as {found.factor} steps are worth one of ddp"
-    if found.cost is None:
-        text += f", {found.gpu_hours:,.0f} GPU-hours"
-    else:
-        ends = _between(found.cost_low, found.cost_high)
-        text += f", for {found.cost:,.0f} {found.currency}{ends}"
-    return text
-
-
-def print_answer(out: Console, trainings: Trainings) -> None:
-    """The training of a single case; of several that fit in memory, the cheapest and fastest."""
-    print_lines(out, *sentences(trainings), "")
+        text += f" as {totals.factor} steps are worth one of ddp"
+    if totals.cost is None:
+        return f"{text}, {totals.gpu_hours:,.0f} GPU-hours"
+    return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
 
 
 def sentences(trainings: Trainings) -> list[str]:
@@ -253,14 +228,14 @@ def sentences(trainings: Trainings) -> list[str]:
     best = chosen(trainings)
     if not best:
         return ["what its steps are worth is not known: --steps-factor sets it"]
-    alone = sum(found is not None for _, _, found in trainings) == 1
+    alone = sum(totals is not None for _, _, totals in trainings) == 1
     said = []
     if not next(iter(best.values()))[1].fits_in_memory:
         who = "it does not fit" if alone else "none of these fits"
         said.append(f"{who} in memory; if it did:")
-    for head, (name, result, found) in best.items():
-        assert found is not None
-        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(found, result.unit)}.")
+    for head, (name, result, totals) in best.items():
+        assert totals is not None
+        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(totals, result.unit)}.")
     return [*said, *traded(best)]
 
 
@@ -280,21 +255,23 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
 
     The same may be two of them, or all: see `knee`. Without prices only the fastest.
     """
-    known = [one for one in trainings if one[2] is not None]
-    if not known:
+    trained = [training for training in trainings if training[2] is not None]
+    if not trained:
         return {}
-    fitting = [one for one in known if one[1].fits_in_memory] or known
-    fastest = min(fitting, key=lambda one: one[2].days if one[2] else math.inf)
-    priced = [(one[2].cost, one) for one in fitting if one[2] and one[2].cost is not None]
-    currencies = {one[2].currency for one in fitting if one[2]}
-    if len(priced) < len(fitting) or len(currencies) > 1:
+    fitting = [training for training in trained if training[1].fits_in_memory] or trained
+    spent_on = [totals for _, _, totals in fitting if totals]
+    days, costs = ([t.days for t in spent_on], [t.cost for t in spent_on if t.cost is not None])
+    fastest = fitting[days.index(min(days))]
+    if len(costs) < len(fitting) or len({totals.currency for totals in spent_on}) > 1:
         return {"Fastest": fastest}
-    cheapest = min(priced, key=lambda pair: pair[0])[1]
+    cheapest = fitting[costs.index(min(costs))]
     if cheapest is fastest:
         return {"Cheapest and fastest": fastest}
-    best = fitting[knee([one[2] for one in fitting if one[2]])]
+    best = fitting[knee(spent_on)]
     heads = {"Best trade": best, "Cheapest": cheapest, "Fastest": fastest}
-    same = next((head for head, one in heads.items() if one is best and head != "Best trade"), "")
+    same = next(
+        (head for head, training in heads.items() if training is best and head != "Best trade"), ""
+    )
     if same:
         del heads[same]
         heads = {f"{same}, and best trade": heads.pop("Best trade"), **heads}
@@ -303,8 +280,8 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
 
 def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
     """What the best trade gives for its money; nothing where it is the cheapest."""
-    best = next((found for head, (_, _, found) in heads.items() if "trade" in head), None)
-    cheapest = next((one[2] for head, one in heads.items() if head.startswith("Cheapest")), None)
+    best = next((totals for head, (_, _, totals) in heads.items() if "trade" in head), None)
+    cheapest = next((t[2] for head, t in heads.items() if head.startswith("Cheapest")), None)
     if best is None or cheapest is None or best is cheapest:
         return []
     return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
@@ -339,7 +316,9 @@ def short(tokens: float) -> str:
     return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
 
 
-def _between(low: float | None, high: float | None, unit: float = 1) -> str:
+def _between(totals: Totals, name: str, unit: float = 1) -> str:
+    """The interval of an amount in a sentence; nothing where an end is not known."""
+    low, high = getattr(totals, f"{name}_low"), getattr(totals, f"{name}_high")
     if low is None or high is None:
         return ""
     return f" (90 %: {amount(low / unit)} to {amount(high / unit)})"
@@ -349,10 +328,14 @@ _UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"))
 """Units of times that are longer than two of them."""
 
 
-def print_remark(out: Console, results: Iterable[Result], goal: Goal, *after: str) -> None:
+def worth(results: Iterable[Result], goal: Goal = NO_GOAL) -> str:
+    """What a step of local updates is worth, if there are any; else nothing."""
+    return remark(((result.strategy, scale_of(result)) for result in results), goal)
+
+
+def print_worth(out: Console, results: Iterable[Result], goal: Goal, *after: str) -> None:
     """What a step of local updates is worth, if there are any; then the lines `after` it."""
-    line = remark(((result.strategy, scale_of(result)) for result in results), goal)
-    if line:
+    if line := worth(results, goal):
         print_lines(out, line, *after)
 
 
@@ -366,11 +349,11 @@ def heads(results: Sequence[Result], goal: Goal) -> list[str]:
 
 def cells(result: Result, goal: Goal) -> list[str]:
     """The time and the cost to the loss, "-" where a factor or a price is not known."""
-    found = to_loss(result, goal)
-    if found is None:
+    loss = to_loss(result, goal)
+    if loss is None:
         return ["-", "-"]
-    cost = "-" if found.cost is None else f"{found.cost:,.2f} {found.currency}"
-    return [_long(found.time_s), cost]
+    cost = "-" if loss.cost is None else f"{loss.cost:,.2f} {loss.currency}"
+    return [_long(loss.time_s), cost]
 
 
 def loss_rows(result: Result, goal: Goal) -> list[tuple[str, str]]:
@@ -378,12 +361,12 @@ def loss_rows(result: Result, goal: Goal) -> list[tuple[str, str]]:
     if goal.steps is None:
         return []
     what = f"time to the loss of {goal.steps:,} steps of ddp"
-    found = to_loss(result, goal)
-    if found is None:
+    loss = to_loss(result, goal)
+    if loss is None:
         return [(what, "steps factor not known")]
-    rows = [(what, f"{_long(found.time_s)} ({found.steps:,.0f} steps)")]
-    if found.cost is not None:
-        rows.append((f"{found.currency} to the same loss", f"{found.cost:,.2f}"))
+    rows = [(what, f"{_long(loss.time_s)} ({loss.steps:,.0f} steps)")]
+    if loss.cost is not None:
+        rows.append((f"{loss.currency} to the same loss", f"{loss.cost:,.2f}"))
     return rows
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
-from co2sim.catalog.specs import rates
+from co2sim.catalog.facts import rates
 from co2sim.common.units import parse
 from co2sim.prediction.ownership import Costs, Machine, fat_tree, ownership, spread
 
