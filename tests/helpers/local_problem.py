@@ -84,11 +84,16 @@ def loss(model: nn.Module, worker: int, step: int) -> Tensor:
     return (model(given.to(like)) - wanted.to(like)).square().mean()
 
 
+def slopes(model: nn.Module, worker: int, step: int) -> None:
+    """The gradients of a step."""
+    model.zero_grad()
+    loss(model, worker, step).backward()
+
+
 def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: range) -> None:
     """Plain steps; whatever hangs on the optimizer's hook happens inside."""
     for step in steps:
-        optim.zero_grad()
-        loss(model, worker, step).backward()
+        slopes(model, worker, step)
         optim.step()
 
 
@@ -105,3 +110,26 @@ def set_vector(model: nn.Module, values: Tensor) -> None:
             part = values[at : at + parameter.numel()].view_as(parameter)
             parameter.copy_(part)
             at += parameter.numel()
+
+
+def followed(
+    case: dict[str, Any],
+    algorithm: LocalUpdate,
+    steps: Callable[[range], None],
+    held: Callable[[], Tensor],
+) -> dict[str, Any]:
+    """What is `held` after each round of a case, and the algorithm's stats."""
+    tau, history, stats = case["options"]["tau"], [], []
+    with algorithm:
+        for t in range(case["rounds"]):
+            steps(range(t * tau, (t + 1) * tau))
+            history.append(held().tolist())
+            stats.append(algorithm.stats())
+    return {
+        "history": history,
+        "penalties": [each.penalty for each in stats],
+        "clipped": stats[-1].clipped,
+        "residual": stats[-1].clip_residual,
+        "counts": [stats[-1].rounds, stats[-1].steps],
+        "sent": stats[-1].bytes_sent,
+    }

@@ -1,10 +1,11 @@
 """Ranks for tests, forked from one process that has loaded PyTorch.
 
-A rank that is started as a program needs seconds of a core to load it, a forked one none. Functions
-are called on ranks that stay: they have joined once, and their process group stays up.
+A rank that is started as a program needs seconds of a core to load it, a forked one none. Tests and
+functions are called on ranks that stay: they have joined once, and their process group stays up.
 """
 
 import atexit
+import inspect
 import json
 import multiprocessing
 import os
@@ -15,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from functools import wraps
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import rank_main
 
 from realrun.launch.launcher import GRACE, host_store, rank_environment
@@ -126,18 +129,20 @@ class _Pool:
         """What a function gives on every rank; None for those of `dies`."""
         for connection in self._calls:
             connection.send(given)
-        end, answers = time.monotonic() + limit, []
-        for rank, connection in enumerate(self._calls):
-            if rank in dies:
-                answers.append(None)
-                continue
-            assert connection.poll(max(0.0, end - time.monotonic())), f"rank {rank} hangs"
-            try:
-                well, answer = connection.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} is gone: {self._said(rank)}") from None
-            assert well, answer
-            answers.append(json.loads(answer))
+        answers: list[Any] = [None] * len(self._calls)
+        ranks = {call: rank for rank, call in enumerate(self._calls) if rank not in dies}
+        end = time.monotonic() + limit
+        while ranks:
+            ready = wait(list(ranks), max(0.0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(ranks.values())} hang"
+            for connection in ready:
+                rank = ranks.pop(connection)
+                try:
+                    well, answer = connection.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} is gone: {self._said(rank)}") from None
+                assert well, f"rank {rank}: {answer}"
+                answers[rank] = json.loads(answer)
         return answers
 
     def _said(self, rank: int) -> str:
@@ -196,6 +201,33 @@ def on_ranks(
             _POOLS[key] = pool
         else:
             pool.end()
+
+
+def ranked(nproc: int, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that so many ranks make, each with its world, as `on_ranks` calls them.
+
+    Its other arguments are fixtures, which are made once, here, and have to be picklable.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            on_ranks(test.__name__, nproc, module=test.__module__, **how, **fixtures)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return pytest.mark.dist(run)
+
+    return decorate
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks, on a rank."""
+    from torch import distributed as dist  # noqa: PLC0415 - only ranks need it
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def realrun(

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from pages import blocks  # noqa: E402 - as the next
-from places import ROOT  # noqa: E402 - as the next
-from ranks import on_ranks  # noqa: E402 - needs torch
+
+from pages import blocks
+from places import ROOT
+from ranks import on_ranks
 
 OPTIONS: list[dict[str, Any]] = [{"tau": 4}, {"tau": 4, "delay": 2}]
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]

@@ -22,24 +22,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
+
 pytest.importorskip("torchft", reason="the extra `torchft` is not installed")
 
-import reference_local_update as reference  # noqa: E402 - needs torch
-import torch.distributed as dist  # noqa: E402
-from local_problem import RATE, network, optimizer, train, vector  # noqa: E402
-from pages import blocks  # noqa: E402
-from places import ROOT  # noqa: E402
-from torch import nn  # noqa: E402
-from torchft import Manager  # noqa: E402
-from torchft.coordination import LighthouseServer  # noqa: E402
-from torchft_workers import made_manager, until_killed  # noqa: E402
+import reference_local_update as reference
+import torch.distributed as dist
+from local_problem import RATE, network, optimizer, train, vector
+from pages import blocks
+from places import ROOT
+from torch import nn
+from torchft import Manager
+from torchft.coordination import LighthouseServer
+from torchft_workers import made_manager, until_killed
 
-from co2sim.common.errors import OptionError  # noqa: E402
-from realrun import algorithms  # noqa: E402
-from realrun.adapters.torchft import fault_tolerant  # noqa: E402
-from realrun.algorithms import CO2, DiLoCo, LocalSGD, LocalUpdate, SlowMo  # noqa: E402
-from realrun.errors import MismatchError, RankFailure  # noqa: E402
+from co2sim.common.errors import OptionError
+from realrun import algorithms
+from realrun.adapters.torchft import fault_tolerant
+from realrun.algorithms import CO2, DiLoCo, LocalSGD, LocalUpdate, SlowMo
+from realrun.errors import MismatchError, RankFailure
 
 pytestmark = [  # torchft warns with a method that is deprecated, and loads from what it only reads
     pytest.mark.dist,

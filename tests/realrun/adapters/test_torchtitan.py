@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make torchtitan")
 
-from pages import blocks  # noqa: E402 - as the next
-from places import ROOT  # noqa: E402 - as the next
-from ranks import on_ranks  # noqa: E402 - needs torch
+from pages import blocks
+from places import ROOT
+from ranks import on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 

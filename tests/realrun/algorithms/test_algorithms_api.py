@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from local_problem import algorithm_of, network, optimizer  # noqa: E402 - needs torch
+import torch
+from local_problem import algorithm_of, network, optimizer
 
-from realrun import algorithms  # noqa: E402 - needs torch
-from realrun.algorithms import LocalUpdate  # noqa: E402 - needs torch
+from realrun import algorithms
+from realrun.algorithms import LocalUpdate
 
 FOLDER = Path(algorithms.__file__).parent
 INSIDE = {"IndexError", "StoreError", "TimeoutError"}

@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import reference_local_update as reference  # noqa: E402 - needs torch
-from hypothesis import given  # noqa: E402 - needs torch
-from hypothesis import strategies as st  # noqa: E402 - needs torch
-from local_problem import co2_of, loss, network, optimizer, train, vector  # noqa: E402 - needs torch
+import reference_local_update as reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from local_problem import co2_of, loss, network, optimizer, train, vector
 
-from realrun.algorithms import (  # noqa: E402 - needs torch
+from realrun.algorithms import (
     CO2,
     DiLoCo,
     LocalSGD,
     LocalUpdate,
     SlowMo,
 )
-from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset  # noqa: E402 - needs torch
-from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
+from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset
+from realrun.algorithms.pacing import (
     SAMPLES,
     AutoDelay,
     AutoTau,

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402 - needs torch
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402 - needs torch
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402 - needs torch
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from realrun.algorithms.flat_parameters import DTYPES, Flat, Holders, holders_of, lay_out  # noqa: E402
-from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402 - needs torch
+from realrun.algorithms.flat_parameters import DTYPES, Flat, Holders, holders_of, lay_out
+from realrun.algorithms.process_groups import WorkerGroups, Workers
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 

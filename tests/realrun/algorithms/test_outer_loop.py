@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import reference_local_update as reference  # noqa: E402 - needs torch
-from local_problem import algorithm_of, co2_of, network, optimizer, train, vector  # noqa: E402 - needs torch
-from torch import nn  # noqa: E402 - needs torch
+import reference_local_update as reference
+import torch
+from local_problem import algorithm_of, co2_of, network, optimizer, train, vector
+from torch import nn
 
-from realrun.algorithms import (  # noqa: E402 - needs torch
+from realrun.algorithms import (
     CO2,
     LateAverage,
     NonFiniteError,
@@ -26,17 +27,17 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
     RankFailure,
     Stats,
 )
-from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
-from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
-from realrun.algorithms.departures import DepartureLog  # noqa: E402
-from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
-from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
-from realrun.algorithms.process_groups import (  # noqa: E402
+from realrun.algorithms.averaging import PendingAverage
+from realrun.algorithms.co2 import CO2Rule
+from realrun.algorithms.departures import DepartureLog
+from realrun.algorithms.flat_parameters import Flat
+from realrun.algorithms.outer_loop import finite_norm, weighted_sum
+from realrun.algorithms.process_groups import (
     WorkerGroups,
     Workers,
     first_difference,
 )
-from realrun.algorithms.rules import Clipped, State  # noqa: E402 - needs torch
+from realrun.algorithms.rules import Clipped, State
 
 ELEMENTS = 5
 AVERAGES = st.lists(

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 
-torch = pytest.importorskip("torch")
-from torch import Tensor  # noqa: E402 - needs torch
+pytest.importorskip("torch")
 
-from realrun.algorithms.quantization import dequantize, quantize  # noqa: E402
-from realrun.algorithms.quantization_format import (  # noqa: E402
+import torch
+from torch import Tensor
+
+from realrun.algorithms.quantization import dequantize, quantize
+from realrun.algorithms.quantization_format import (
     SMALLEST,
     TOP,
     Bits,
@@ -22,7 +24,7 @@ from realrun.algorithms.quantization_format import (  # noqa: E402
     to_wire,
     wire_bytes,
 )
-from realrun.errors import NonFiniteError  # noqa: E402
+from realrun.errors import NonFiniteError
 
 ROUNDING = 130 * 2.0**-23
 """What fp32 itself rounds away, in steps, of a code of up to 127."""

@@ -11,13 +11,18 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton", reason="there is no Triton")
-from torch import Tensor  # noqa: E402 - needs torch
+pytest.importorskip("torch")
 
-from realrun.algorithms import quantization as reference  # noqa: E402
-from realrun.algorithms import quantization_triton as fused  # noqa: E402
-from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton")
+
+import triton
+from torch import Tensor
+
+from realrun.algorithms import quantization as reference
+from realrun.algorithms import quantization_triton as fused
+from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402 - needs torch
-from torch import Tensor  # noqa: E402 - needs torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # noqa: E402
-from zeropp_workers import bound  # noqa: E402 - needs torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from realrun.algorithms.zeropp import (  # noqa: E402 - needs torch
+from realrun.algorithms.zeropp import (
     Gather,
     Places,
     Reduce,
@@ -152,6 +152,18 @@ def reduced(given: list[Tensor], per_node: int, rounding: Any = "nearest", seed:
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges are among threads."""
     monkeypatch.setattr(dist, "all_to_all_single", exchange_among_threads)
+
+
+def bound(ranks: int, per_node: int, largest: float) -> float:
+    """Half of the steps on the way of an element of the mean, if none is above `largest`.
+
+    Every rank's step, then every node's step of its sum, if there are two hops.
+    """
+    nodes = ranks // per_node
+    steps = ranks * largest / 7
+    if 1 < per_node < ranks:
+        steps += nodes * (per_node * largest + steps / nodes / 2) / 7
+    return steps / ranks / 2
 
 
 def slope(got: Tensor, expected: Tensor) -> float:

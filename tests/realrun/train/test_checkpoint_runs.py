@@ -12,11 +12,13 @@ import pytest
 from places import ROOT
 from ranks import realrun
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from realrun.execute import world  # noqa: E402 - needs torch
-from realrun.train import folder, log  # noqa: E402
-from realrun.train.folder import Saved  # noqa: E402
+import torch
+
+from realrun.execute import world
+from realrun.train import folder, log
+from realrun.train.folder import Saved
 
 WORDS = (
     *("train", "--size", "tiny", "--context", "16", "--batch", "8", "-s", "co2.published:tau=4"),

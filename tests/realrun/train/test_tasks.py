@@ -6,24 +6,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
+
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-from ranks import realrun  # noqa: E402 - as above
-from scipy.spatial import cKDTree  # noqa: E402
+from ranks import realrun
+from scipy.spatial import cKDTree
 
-from realrun.train.log import read  # noqa: E402
-from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
-from realrun.train.tasks.images import (  # noqa: E402
+from realrun.train.log import read
+from realrun.train.settings import UNITS, TrainSettings
+from realrun.train.tasks.images import (
     CLASSES,
     SIDE,
     canvas,
     split_images,
 )
-from realrun.train.tasks.point_clouds import SURFACES  # noqa: E402 - needs torch
-from realrun.train.tasks.presets import VOCABULARY  # noqa: E402
-from realrun.train.tasks.registry import make_task  # noqa: E402
-from realrun.train.tasks.task import (  # noqa: E402 - needs torch
+from realrun.train.tasks.point_clouds import SURFACES
+from realrun.train.tasks.presets import VOCABULARY
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import (
     LEFT_OUT,
     Task,
     chamfer,
@@ -31,7 +34,7 @@ from realrun.train.tasks.task import (  # noqa: E402 - needs torch
     means,
     scores,
 )
-from realrun.train.tasks.text import (  # noqa: E402
+from realrun.train.tasks.text import (
     MASK,
     SHARE,
     hide,

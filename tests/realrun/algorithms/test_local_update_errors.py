@@ -1,0 +1,355 @@
+"""What the local-update family refuses on several ranks, and how it ends with an error."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed.checkpoint as dcp
+from local_problem import (
+    algorithm_of,
+    batch,
+    co2_of,
+    loss,
+    network,
+    optimizer,
+    said,
+    slopes,
+    train,
+    vector,
+)
+from ranks import ranked
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from realrun.algorithms import LocalSGD, LocalUpdate, NonFiniteError, Workers
+from realrun.execute.world import World
+
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+
+
+@ranked(3)
+def test_ranks_that_differ_are_refused_at_the_start(world: World) -> None:
+    """All ranks are told the first difference."""
+    odd = world.rank == 1
+
+    def start(model: nn.Module, kind: type[torch.optim.Optimizer] = SGD, **options: Any) -> None:
+        trained = [each for each in model.parameters() if each.requires_grad]
+        co2_of(model, kind(trained, lr=0.1), **options)
+
+    plain, buffered = nn.Linear(2, 2), nn.Linear(2, 2)
+    frozen = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 4 if odd else 3)})
+    frozen["b"].requires_grad_(requires_grad=False)
+    if odd:
+        buffered.register_buffer("extra", torch.zeros(2))
+    order = torch.channels_last if odd else torch.contiguous_format
+    for call, words in (
+        (partial(start, frozen), "b.weight"),
+        (partial(start, buffered), "extra"),
+        (partial(start, nn.Conv2d(3, 4, 3).to(memory_format=order)), "strides (27, 1, 9, 3)"),
+        (partial(start, nn.Linear(3, 4 if odd else 5)), "(5, 3)"),
+        (partial(start, nn.ModuleDict({"b" if odd else "a": nn.Linear(2, 2)})), "a.weight"),
+        (
+            partial(start, nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if odd else []))),
+            "1.weight",
+        ),
+        (partial(start, nn.Linear(2, 2).to(torch.bfloat16 if odd else torch.float32)), "bfloat16"),
+        (partial(start, plain, ADAM if odd else SGD), "Adam"),
+        (partial(start, plain, tau=3 if odd else 4), "tau = 4"),
+        (partial(start, plain, outer_momentum=0.1 if odd else 0.2), "outer_momentum = 0.1"),
+        (partial(start, plain, tau=2, offload=odd), "MismatchError: offload"),
+    ):
+        heard = said(call)
+        assert heard.startswith("MismatchError: "), heard
+        assert words in heard
+        assert "rank 1 " in heard or "offload" in heard
+    assert "OptionError: pg_options" in said(lambda: start(plain, tau=2, pg_options=object()))
+    heard = said(lambda: start(DistributedDataParallel(nn.Linear(2, 2))))
+    assert heard.startswith("OptionError")
+    assert f"[{world.rank}]" in heard
+
+
+@ranked(3)
+def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step(world: World) -> None:
+    """Loaded by all, training goes on from them; loaded by one, all ranks are told."""
+    for ranks, words in ((range(3), ""), ([1], "MismatchError: rank 1 ")):
+        model = network()
+        optim = optimizer(model, "sgd")
+        algorithm = co2_of(model, optim, tau=1)
+        if world.rank in ranks:
+            model.load_state_dict(network(seed=5).state_dict())
+        heard = said(partial(train, model, optim, world.rank, range(3)))
+        assert heard.startswith(words)
+        assert bool(heard) == bool(words)
+        algorithm.close()
+
+
+@pytest.mark.parametrize(
+    ("poison", "dtype", "staleness"), [("nan", "fp32", 1), ("inf", "int8", 2), ("-inf", "bf16", 0)]
+)
+@ranked(3)
+def test_an_average_that_is_not_finite_is_not_used(
+    world: World, poison: str, dtype: str, staleness: int
+) -> None:
+    """All ranks are told round and parameter; anchor, momentum and live parameters stay.
+
+    The last rank's model goes wrong in round 1.
+    """
+    model = network()
+    optim = optimizer(model, "sgd")
+    algorithm = co2_of(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=1e-4)
+    state = algorithm._outer.state
+
+    def kept() -> list[torch.Tensor]:
+        first_layer = vector(model)[:35]
+        return [first_layer, state.anchor.clone(), state.vectors["momentum"].clone()]
+
+    before = []
+
+    def go_on() -> None:
+        for step in range(12):
+            slopes(model, world.rank, step)
+            if step == 3 and world.rank == 2:
+                with torch.no_grad():
+                    model[3].weight[1, 2] = float(poison)
+            before[:] = kept()
+            if step % 2:  # what closes a round moves other parameters only
+                model[0].weight.grad.zero_()
+            optim.step()
+
+    with pytest.raises(NonFiniteError) as told:
+        go_on()
+    assert str(told.value).startswith("the average of round 1, used in round")
+    for words in (f"round {1 + staleness}", "3.weight", "rank 2"):
+        assert words in str(told.value)
+    assert all(map(torch.equal, before, kept()))
+    assert state.anchor.isfinite().all()
+    assert state.vectors["momentum"].isfinite().all()
+    optim.zero_grad()
+    assert said(optim.step) == f"NonFiniteError: {told.value}"
+    algorithm.close()
+    assert algorithm.stats().rounds == 1 + staleness
+
+
+@ranked(3)
+def test_the_drift_check_names_ranks_whose_anchor_is_another(world: World) -> None:
+    """One bit in one element is enough: of rank 2's anchor."""
+
+    def go_on(*, tampered: bool) -> None:
+        model = network()
+        optim = optimizer(model, "sgd")
+        with co2_of(model, optim, tau=1, check_every=2) as co2:
+            train(model, optim, world.rank, range(4))
+            if tampered and world.rank == 2:
+                anchor = co2._outer.state.anchor
+                anchor[7] = torch.nextafter(anchor[7], torch.tensor(9.0))
+            train(model, optim, world.rank, range(4, 8))
+
+    go_on(tampered=False)
+    heard = said(lambda: go_on(tampered=True))
+    assert heard.startswith("MismatchError: after round 5")
+    assert "[2]" in heard
+
+
+@ranked(3)
+def test_a_block_that_is_closed_within_a_round_lets_go(world: World) -> None:
+    """An average under way is waited for, and not applied; hooks go."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    co2 = co2_of(model, optim, tau=2)
+    train(model, optim, world.rank, range(3))
+    assert len(co2._outer.flights) == 1
+    live = vector(model)
+    co2.close()
+    assert torch.equal(live, vector(model))
+    assert co2.stats().steps == 3
+    train(model, optim, world.rank, range(3, 7))
+    co2.close()
+    assert co2.stats().steps == 3
+
+
+@ranked(3)
+def test_misuse_is_told_and_not_trained_on(world: World) -> None:
+    """A closed block, a second algorithm, a late parameter: all ranks are told."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    co2 = co2_of(model, optim, tau=1)
+    assert said(lambda: co2_of(model, optim, tau=1)).startswith("OptionError")
+    with co2:
+        train(model, optim, world.rank, range(1))
+
+    def again() -> None:
+        with co2:
+            train(model, optim, world.rank, range(1, 2))
+
+    def unfrozen() -> None:
+        late = network()
+        late[0].weight.requires_grad_(requires_grad=False)
+        every = optimizer(late, "sgd")
+        with co2_of(late, every, tau=1):
+            late[0].weight.requires_grad_()
+            train(late, every, world.rank, range(1))
+
+    assert said(again).startswith("OptionError")
+    heard = said(unfrozen)
+    assert heard.startswith("OptionError")
+    assert "(7, 5)" in heard
+
+
+@ranked(3)
+def test_states_of_other_ranks_and_runs_are_refused(world: World) -> None:
+    """What may change between runs may; what may not is named."""
+
+    def load(state: dict[str, Any], tau: int = 3, width: int = 2, **options: Any) -> str:
+        model = nn.Linear(2, width)
+        made = co2_of(model, SGD(model.parameters(), lr=0.1), tau=tau, **options)
+        return said(lambda: made.load_state_dict(state))
+
+    model = nn.Linear(2, 2)
+    state = co2_of(model, SGD(model.parameters(), lr=0.1), tau=3).state_dict()
+    heard = load({f"rank{world.rank + 1}": state[f"rank{world.rank}"]})
+    if not world.rank:
+        assert heard.startswith("OptionError")
+        assert "load_anchor()" in heard
+    assert "'tau = 3', here 'tau = 4'" in load(state, tau=4)
+    assert "(3, 2)" in load(state, width=3)
+    assert load(state, outer_lr=0.5) == ""
+
+
+# --- where a worker is a node of two ranks --------------------------------------------------------
+
+
+def started(
+    inside: str, inner: str, name: str, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, LocalUpdate]:
+    """Model, optimizer and algorithm; the nodes' models differ."""
+    workers = Workers.per_node()
+    assert workers.inner is not None
+    model = network(seed=dist.get_rank() // 2)  # alike in a node; the first node's is the one
+    if inside == "fsdp":
+        mesh = DeviceMesh.from_group(workers.inner, "cpu")
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model, process_group=workers.inner)
+    optim = optimizer(model, inner)
+    return model, optim, algorithm_of(name, model, optim, worker="node", **options)
+
+
+def train_inside(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
+    """Each rank of a node takes half of the worker's batch."""
+    worker, half = divmod(dist.get_rank(), 2)
+    for step in steps:
+        inputs, targets = (part[4 * half : 4 * half + 4] for part in batch(worker, step))
+        optim.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optim.step()
+
+
+@ranked(4, gpus_per_node=2)
+def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(_: World) -> None:
+    """FSDP2 that keeps whole parameters after a forward must not go on with the wrong ones.
+
+    In the middle of a round, without a backward pass in between.
+    """
+    model, optim, slowmo = started("fsdp", "sgd", "SlowMo", tau=2)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(reshard_after_forward=False)
+
+    def evaluated() -> float:
+        with torch.no_grad():
+            return float(loss(model, 7, 7))
+
+    with slowmo:
+        train_inside(model, optim, range(3))
+        live = evaluated()
+        with slowmo.consensus():
+            assert evaluated() != live
+        assert evaluated() == live
+        for module in sharded:
+            module.reshard()
+        assert evaluated() == live
+
+
+@ranked(4, gpus_per_node=2)
+def test_nodes_that_hold_nothing_in_common_are_refused(world: World) -> None:
+    """Where ranks of a node train apart; and shards over all ranks, which are no worker's."""
+    mine = [0, 1] if world.rank < 2 else [2, 3]
+
+    def bare(steps: int) -> None:
+        model = network()
+        optim = optimizer(model, "sgd")
+        with co2_of(model, optim, tau=2, worker="node"):
+            train(model, optim, world.rank, range(steps))
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    bare(0)
+    assert len(groups) == before, "groups made for worker='node' are given back"
+    heard = said(lambda: bare(3))
+    assert heard.startswith("MismatchError: after round 0")
+    assert f"{mine}" in heard
+    sharded = network()
+    fully_shard(sharded, mesh=DeviceMesh("cpu", list(range(4))))
+    optim = optimizer(sharded, "sgd")
+    heard = said(lambda: LocalSGD(sharded, optim, worker="node"))
+    assert "over ranks [0, 1, 2, 3]" in heard
+    assert f"worker is ranks {mine}" in heard
+    assert f"worker is ranks [{world.rank}]" in said(lambda: LocalSGD(sharded, optim))
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@ranked(4, gpus_per_node=2)
+def test_nodes_fail_and_resume_as_one(world: World, inside: str, tmp_path: Path) -> None:
+    """A NaN or a drift in one rank's share is an error on all; dcp keeps every rank's state."""
+    start = partial(started, inside, "adamw", "CO2", tau=2, check_every=1)
+
+    def harmed(rank: int, harm: Callable[[LocalUpdate], None]) -> str:
+        def go_on() -> None:
+            model, optim, algorithm = start()
+            with algorithm:
+                train_inside(model, optim, range(3))
+                if world.rank == rank:
+                    harm(algorithm)
+                train_inside(model, optim, range(3, 8))
+
+        return said(go_on)
+
+    def poison(algorithm: LocalUpdate) -> None:
+        launch = algorithm._outer.launch
+
+        def launch_nan(values: torch.Tensor) -> Any:
+            values[0] = torch.nan
+            return launch(values)
+
+        algorithm._outer.launch = launch_nan
+
+    def tamper(algorithm: LocalUpdate) -> None:
+        algorithm._outer.state.anchor[1] += 1
+
+    heard = harmed(2, poison)  # the first rank of the second node, in its own part
+    assert heard.startswith("NonFiniteError: the average of round 1")
+    assert ("0.weight" in heard) == (world.rank in {0, 2})
+    assert "rank 2" in heard
+    assert harmed(3, tamper).startswith("MismatchError: after round 1")
+    model, optim, algorithm = start()
+    with algorithm:
+        train_inside(model, optim, range(5))
+        dcp.save({"algorithm": algorithm}, checkpoint_id=tmp_path / inside)
+        anchor = algorithm._outer.state.anchor.clone()
+        flying = algorithm._outer.flights[0].vector.clone()
+    _, _, other = start()
+    with other:
+        dcp.load({"algorithm": other}, checkpoint_id=tmp_path / inside)
+        assert torch.equal(other._outer.state.anchor, anchor)
+        assert torch.equal(other._outer.flights[0].vector, flying)
+        assert other.stats().steps == 5
