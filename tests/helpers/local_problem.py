@@ -69,6 +69,15 @@ def algorithm_of(name: str, model: nn.Module, optim: Any, **options: Any) -> Loc
     return algorithm
 
 
+def begun(
+    name: str = "CO2", inner: str = "sgd", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Model and optimizer of the problem, and an algorithm of both."""
+    model = network()
+    optim = optimizer(model, inner)
+    return model, optim, algorithm_of(name, model, optim, **options)
+
+
 def batch(worker: int, step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     """What a worker sees in a step: workers have different targets."""
     generator = torch.Generator().manual_seed(1000 * worker + step)

@@ -58,8 +58,9 @@ def serve(
             answer = getattr(called, "__wrapped__", called)(world, **arguments)
             connection.send((True, json.dumps(answer)))
         except BaseException as error:  # noqa: BLE001 - the test shows it
-            lines = TracebackException.from_exception(error, limit=-3, capture_locals=True).format()
-            connection.send((False, "".join(lines)))
+            stack = error.__traceback__ and error.__traceback__.tb_next
+            shown = TracebackException(type(error), error, stack, limit=-3, capture_locals=True)
+            connection.send((False, "".join(shown.format())))
             end(1)
 
 

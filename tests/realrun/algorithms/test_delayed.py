@@ -15,7 +15,7 @@ import reference_local_update as reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from local_problem import co2_of, loss, network, optimizer, train, vector
+from local_problem import begun, co2_of, loss, network, train, vector
 
 from realrun.algorithms import (
     CO2,
@@ -158,9 +158,8 @@ def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPat
 
 
 def _last_loss(**options: Any) -> float:
-    model = network()
-    optim = optimizer(model, "sgd")
-    with co2_of(model, optim, **options) as co2:
+    model, optim, co2 = begun(**options)
+    with co2:
         train(model, optim, 0, range(80))
         with co2.consensus():
             return loss(model, 0, 0).item()

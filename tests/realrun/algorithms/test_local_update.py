@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed.checkpoint as dcp
-from local_problem import algorithm_of, co2_of, followed, network, optimizer, train, vector
+from local_problem import algorithm_of, begun, co2_of, followed, network, optimizer, train, vector
 from numpy.typing import NDArray
 from ranks import everywhere, on_ranks, ranked
 from reference_local_update import CLOSE, case, check, expected
@@ -259,9 +259,8 @@ def test_what_quantization_takes_off_is_bounded_on_all_ranks_alike(
 @ranked(3)
 def test_all_ranks_stop_after_the_step_of_one_that_is_told_to(world: World) -> None:
     """`any_rank` is true on all ranks, once it is on one: rank 1, after 5 steps."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    with co2_of(model, optim, tau=3) as co2:
+    model, optim, co2 = begun(tau=3)
+    with co2:
         for step in range(20):
             train(model, optim, world.rank, range(step, step + 1))
             if co2.any_rank(world.rank == 1 and step == 4):
@@ -360,9 +359,8 @@ def test_the_consensus_is_what_the_training_would_end_with(
     Without outer momentum, and with it and a preview.
     """
     for steps in range(1, 10):
-        model = network()
-        optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=3, delay=2, **outer) as co2:
+        model, optim, co2 = begun(tau=3, delay=2, **outer)
+        with co2:
             for step in range(steps):
                 train(model, optim, world.rank, range(step, step + 1))
                 live = vector(model)

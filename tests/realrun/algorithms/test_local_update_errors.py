@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from local_problem import (
     algorithm_of,
     batch,
+    begun,
     co2_of,
     loss,
     network,
@@ -81,9 +82,7 @@ def test_ranks_that_differ_are_refused_at_the_start(world: World) -> None:
 def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step(world: World) -> None:
     """Loaded by all, training goes on from them; loaded by one, all ranks are told."""
     for ranks, words in ((range(3), ""), ([1], "MismatchError: rank 1 ")):
-        model = network()
-        optim = optimizer(model, "sgd")
-        algorithm = co2_of(model, optim, tau=1)
+        model, optim, algorithm = begun(tau=1)
         if world.rank in ranks:
             model.load_state_dict(network(seed=5).state_dict())
         heard = said(partial(train, model, optim, world.rank, range(3)))
@@ -103,9 +102,7 @@ def test_an_average_that_is_not_finite_is_not_used(
 
     The last rank's model goes wrong in round 1.
     """
-    model = network()
-    optim = optimizer(model, "sgd")
-    algorithm = co2_of(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=1e-4)
+    model, optim, algorithm = begun(tau=2, dtype=dtype, staleness=staleness, bucket_mib=1e-4)
     state = algorithm._outer.state
 
     def kept() -> list[torch.Tensor]:
@@ -144,9 +141,8 @@ def test_the_drift_check_names_ranks_whose_anchor_is_another(world: World) -> No
     """One bit in one element is enough: of rank 2's anchor."""
 
     def go_on(*, tampered: bool) -> None:
-        model = network()
-        optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=1, check_every=2) as co2:
+        model, optim, co2 = begun(tau=1, check_every=2)
+        with co2:
             train(model, optim, world.rank, range(4))
             if tampered and world.rank == 2:
                 anchor = co2._outer.state.anchor
@@ -162,9 +158,7 @@ def test_the_drift_check_names_ranks_whose_anchor_is_another(world: World) -> No
 @ranked(3)
 def test_a_block_that_is_closed_within_a_round_lets_go(world: World) -> None:
     """An average under way is waited for, and not applied; hooks go."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    co2 = co2_of(model, optim, tau=2)
+    model, optim, co2 = begun(tau=2)
     train(model, optim, world.rank, range(3))
     assert len(co2._outer.flights) == 1
     live = vector(model)
@@ -179,9 +173,7 @@ def test_a_block_that_is_closed_within_a_round_lets_go(world: World) -> None:
 @ranked(3)
 def test_misuse_is_told_and_not_trained_on(world: World) -> None:
     """A closed block, a second algorithm, a late parameter: all ranks are told."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    co2 = co2_of(model, optim, tau=1)
+    model, optim, co2 = begun(tau=1)
     assert said(lambda: co2_of(model, optim, tau=1)).startswith("OptionError")
     with co2:
         train(model, optim, world.rank, range(1))

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import reference_local_update as reference
 import torch
-from local_problem import algorithm_of, co2_of, network, optimizer, train, vector
+from local_problem import algorithm_of, begun, co2_of, network, optimizer, train, vector
 from torch import nn
 
 from realrun.algorithms import (
@@ -253,9 +253,8 @@ def test_one_worker_needs_no_process_group() -> None:
 def test_what_saving_waits_for_is_no_wait_of_training() -> None:
     """An average on its way is counted where it is due, not where a state is saved."""
     for options in [{}, {"delay": 1}]:
-        model = network()
-        optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=2, **options) as co2:
+        model, optim, co2 = begun(tau=2, **options)
+        with co2:
             launch = co2._outer.average.launch
 
             def slow(values: torch.Tensor, number: int) -> PendingAverage:

@@ -193,6 +193,7 @@ def test_options_are_checked() -> None:
         from_wire(to_wire(quantize(x, 4, 4)), 8, 4, 9)
 
 
+@pytest.mark.nightly
 def test_all_but_what_runs_on_gpus_imports_without_triton() -> None:
     """A torch for CPUs comes without it."""
     script = """

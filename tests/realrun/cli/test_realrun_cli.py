@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from commands import Command, in_process
 from places import ROOT
+from ranks import realrun
 
 from co2sim import Layout, Question
 from co2sim.prediction import driver
@@ -32,20 +33,6 @@ inter = { bandwidth = "1 GB/s", latency = "50 us" }
 """
 
 
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder that holds cluster.toml."""
-    (folder / "cluster.toml").write_text(CLUSTER)
-    return subprocess.run(
-        [sys.executable, "-m", "realrun", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.fixture
 def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -62,8 +49,10 @@ RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels
 @pytest.mark.dist
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
-    more = "--nproc 2 -s ddp -s co2.published:tau=2 --check --json"
-    done = call(tmp_path, *RUN, *more.split())
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    done = realrun(
+        tmp_path, 2, *RUN, *["-s", "ddp", "-s", "co2.published:tau=2", "--check", "--json"]
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     predicted = driver.run(
@@ -171,17 +160,18 @@ def test_the_first_news_comes_when_it_is_due(
 
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
-    """Flops kernels on one rank: no communication, a trace, and the speed of the processor."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
+    """Flops kernels on one rank, which the command starts: a trace, no communication, a speed."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    done = realrun(
-        tmp_path,
-        1,
-        *("run", "-c", "cluster.toml", "-m", "tiny-5m", "-s", "ddp", "--rounds", "1"),
-        *("--kernels", "flops", "--precision", "fp32", "--set", "model.seq_len=64"),
-        "--json",
+    case = "run -c cluster.toml -m tiny-5m -s ddp --rounds 1 --nproc 1 --json"
+    kernels = "--kernels flops --precision fp32 --set model.seq_len=64"
+    done = subprocess.run(
+        [sys.executable, "-m", "realrun", *case.split(), *kernels.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overlap_ratio"] is None
@@ -193,9 +183,6 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", ["precision=fp8", "offload=optimizer"])
 def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path: Path) -> None:
     """Products in fp8, and an optimizer of the host: nothing is written."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
     name, _, value = asked.partition("=")
     case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", f"--{name}", value)
     done = realrun(tmp_path, 1, *case, "--kernels", "flops")
@@ -207,9 +194,6 @@ def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path
 @pytest.mark.dist
 def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
     """All weights are gathered, and gradients of adapters alone reduced; the record says so."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
     asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "fsdp", "--lora", "4", "--rounds", "1")
     done = realrun(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
     assert done.returncode == 0, done.stderr

@@ -337,28 +337,6 @@ def test_nothing_in_a_checkpoint_is_run(two: list[Path], tmp_path: Path) -> None
     assert ran.exists()  # they work: they were not read before
 
 
-def header(text: str) -> bytes:
-    """A file of safetensors that has only a header."""
-    return len(text).to_bytes(8, "little") + text.encode()
-
-
-def tensor(dtype: str, shape: str, end: int = 0) -> bytes:
-    """A file with one tensor of this type and shape, which ends here."""
-    return header(f'{{"a":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,{end}]}}}}')
-
-
-DEEP = "[" * 100_000
-CRAFTED = [b"", b"3", b"[1]", b"{}", b"\xff" * 64, DEEP.encode()]
-CRAFTED += [
-    header(DEEP),
-    header("{}" + " " * 17_000_000),
-    header('{"a": 3}'),
-    header("{}") + b"too many",
-]
-CRAFTED += [tensor("F32", f"0,{size}") for size in (10**30, 10**19, f"{2**62},{2**62}")]
-CRAFTED += [tensor("F8_E8M0", "1", 1) + b"x"]
-
-
 def opened(number: int) -> Path:
     """The file or folder of a descriptor."""
     return Path(f"/proc/self/fd/{number}").resolve()

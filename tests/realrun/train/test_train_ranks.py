@@ -172,12 +172,13 @@ def test_a_resumption_keeps_the_tau_that_was_measured(world: World, tmp_path: Pa
             patch.setattr(AutoTau, "averaged", measured)
             history = trained(world, tmp_path, resume=True, **settings, **stop)
     assert (history.rows[-1].tau, history.facts["outer_step"]["tau"]) == (7, 7)
-    assert [row.step for row in history.rows if row.validation_loss] == [12, 26, 33, 40]
+    if world.rank == 0:  # which reads the log
+        assert [row.step for row in history.rows if row.validation_loss] == [12, 26, 33, 40]
 
 
-@pytest.mark.parametrize(("strategy", "last"), [("ddp", 24), ("co2.published:tau=12", 36)])
+@pytest.mark.parametrize(("strategy", "end"), [("ddp", 24), ("co2.published:tau=12", 36)])
 @ranked(4)
-def test_all_ranks_stop_after_the_same_step(world: World, strategy: str, last: int) -> None:
+def test_all_ranks_stop_after_the_same_step(world: World, strategy: str, end: int) -> None:
     """When one of four is asked to, for the second vote, which counts at the third."""
     votes = 0
 
@@ -189,7 +190,7 @@ def test_all_ranks_stop_after_the_same_step(world: World, strategy: str, last: i
     settings = TrainSettings(**{**SMALL, "strategy": strategy, "steps": 600})
     history = train(settings, world, stop=stop)
     assert history.stopped
-    assert history.rows[-1].step == last
+    assert history.rows[-1].step == end
 
 
 @ranked(2)
