@@ -1,15 +1,12 @@
 """What only a GPU can show: CUDA streams, events and NCCL. Skipped, with the reason, elsewhere."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from places import ROOT
+from commands import python
 from ranks import on_ranks, ranked
 from tiny import VARIANTS
 
@@ -84,15 +81,8 @@ def test_a_probed_gpu_is_as_fast_as_its_maker_says_and_no_faster(tmp_path: Path)
     """Products and memory; then DDP with real products runs, and is predicted from the probe."""
 
     def call(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "realrun", *arguments, "--nproc", "1", "--backend", "nccl"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        alone = ("--nproc", "1", "--backend", "nccl")
+        dalone = python(tmp_path, "-m", "realrun", *arguments, *alone)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

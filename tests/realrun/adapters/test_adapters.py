@@ -1,12 +1,10 @@
 """Local updates in Lightning, Accelerate and Transformers: their own checkpoints, bit for bit."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import python
 from pages import blocks
 from places import ROOT
 from ranks import on_ranks
@@ -62,22 +60,9 @@ def on_two_ranks(claim: str, folder: Path, **arguments: Any) -> None:
 def run_script(text: str, ranks: int, folder: Path) -> None:
     """Run a script of the page under torchrun; only on the CPU."""
     (folder / "script.py").write_text(text)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *start, "script.py"],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "ACCELERATE_USE_CPU": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    cpu = {"ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = python(folder, *start, "script.py", **cpu)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

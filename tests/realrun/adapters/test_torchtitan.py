@@ -6,8 +6,6 @@ torchtitan is not among the requirements of development: `make torchtitan` insta
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ pytest.importorskip("torch")
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make torchtitan")
 
+from commands import python
 from pages import blocks
 from places import ROOT
 from ranks import on_ranks
@@ -148,18 +147,7 @@ def test_the_config_of_the_page_trains(tmp_path: Path) -> None:
         "--training.seq_len 64 --training.local_batch_size 1 --training.steps 5"
         " --training.disable_cuda_graphs --local_updates.tau 2 --checkpoint.enable"
     )
-    done = subprocess.run(
-        [sys.executable, *start, *chosen.split(), *small.split()],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, tmp_path))),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    path = os.pathsep.join(map(str, (ROOT, tmp_path)))
+    done = python(tmp_path, *start, *chosen.split(), *small.split(), PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "outputs" / "checkpoint" / "step-5" / ".metadata").is_file()

@@ -25,32 +25,33 @@ Made = tuple[torch.optim.Optimizer, Any, Callable[[], object]]
 class InState(torch.optim.SGD):
     """As FusedAdam of Transformer Engine: masters in the state, made at the first step."""
 
+    def masters(self) -> list[Tensor]:
+        """One for each parameter."""
+        return [
+            self.state[each].setdefault("master_param", each.detach().float().clone())
+            for each in self.param_groups[0]["params"]
+        ]
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """From the masters."""
         del closure
-        for each in self.param_groups[0]["params"]:
-            kept = self.state[each].setdefault("master_param", each.detach().float().clone())
+        for each, kept in zip(self.param_groups[0]["params"], self.masters(), strict=True):
             kept.sub_(each.grad.float(), alpha=LR)
             each.copy_(kept)
 
 
-class InGroups(torch.optim.SGD):
+class InGroups(InState):
     """As FusedAdam of Apex: masters in groups of their own."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
-        copies = [each.detach().float().clone() for each in self.param_groups[0]["params"]]
-        self.param_groups_master = [{"params": copies}]
+        self.param_groups_master = [{"params": super().masters()}]
+        self.state.clear()
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """From the masters."""
-        del closure
-        masters = self.param_groups_master[0]["params"]
-        for each, kept in zip(self.param_groups[0]["params"], masters, strict=True):
-            kept.sub_(each.grad.float(), alpha=LR)
-            each.copy_(kept)
+    def masters(self) -> list[Tensor]:
+        """Those that were made first."""
+        return self.param_groups_master[0]["params"]
 
 
 class Slow(torch.optim.SGD):

@@ -1,9 +1,9 @@
 """Block quantization: error bounds, exact zeros, what is refused, bytes on the wire."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from commands import python
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,7 +194,7 @@ def test_options_are_checked() -> None:
 
 
 @pytest.mark.nightly
-def test_all_but_what_runs_on_gpus_imports_without_triton() -> None:
+def test_all_but_what_runs_on_gpus_imports_without_triton(tmp_path: Path) -> None:
     """A torch for CPUs comes without it."""
     script = """
 import importlib, pkgutil, sys
@@ -205,7 +205,5 @@ for one in pkgutil.walk_packages(realrun.__path__, "realrun."):
     if one.name not in needs and not one.name.startswith(("realrun.adapters.", "realrun.__main__")):
         importlib.import_module(one.name)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python(tmp_path, "-c", script)
     assert done.returncode == 0, done.stderr[-2000:]

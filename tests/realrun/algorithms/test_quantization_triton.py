@@ -6,8 +6,6 @@ nothing. So without a GPU one test starts pytest again, on this file, with that 
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -215,15 +213,8 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_the_kernels_interpreted_on_a_cpu() -> None:
     """All tests that need a device pass under Triton's interpreter; none of them is skipped."""
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rs"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs")
+    done = python(ROOT, *options, __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d passed", done.stdout, re.MULTILINE), done.stdout
     assert WITHOUT_GPU not in done.stdout

@@ -1,9 +1,7 @@
 """`realrun run` as users call it."""
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Command, in_process
-from places import ROOT
+from commands import Command, in_process, python
 from ranks import realrun
 
 from co2sim import Layout, Question
@@ -164,15 +161,7 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     case = "run -c cluster.toml -m tiny-5m -s ddp --rounds 1 --nproc 1 --json"
     kernels = "--kernels flops --precision fp32 --set model.seq_len=64"
-    done = subprocess.run(
-        [sys.executable, "-m", "realrun", *case.split(), *kernels.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(tmp_path, "-m", "realrun", *case.split(), *kernels.split())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overlap_ratio"] is None
     kept = json.loads((tmp_path / "out" / "ddp" / "run.json").read_text())

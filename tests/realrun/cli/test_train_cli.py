@@ -1,7 +1,6 @@
 """`realrun train` as users call it; its checkpoints are resumed, damaged, used after a restart."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Command, in_process
+from commands import Command, in_process, python
 from places import ROOT
 from ranks import realrun
 from torch import nn
@@ -30,25 +29,11 @@ from realrun.train.folder import Saved
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 from realrun.train.tasks.presets import GPTS
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 DYING = ROOT / "tests" / "helpers" / "dying_rank.py"
 SMALL = ("--size", "tiny", "--context", "16", "--batch", "8", "--log-every", "4")
 TRAIN = ("train", *SMALL, "--steps", "24", "--eval-every", "8")
 CO2 = (*TRAIN, "-s", "co2.published", "--tau", "4", "--outer", "momentum=0.2,clip=1")
 WORDS = (*CO2, "--checkpoint-every", "6")
-
-
-def call(place: Path, *command: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of Python in a folder."""
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=place,
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -158,7 +143,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(
     """A rank is killed in step 15; --max-restarts with --resume ends as if it had not been."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = (*torchrun, "--max-restarts", "1", DYING, *WORDS, "--resume")
-    done = call(tmp_path, *words, DIES="kill:1:15", OMP_NUM_THREADS="1")
+    done = python(tmp_path, *words, DIES="kill:1:15")
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     assert ends_alike(trained[0], tmp_path)
@@ -177,7 +162,7 @@ sys.exit(run_local(sys.argv[1:], 2, grace=30.0, ask_first=True))
 
 def dying(place: Path, dies: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A training of two ranks, one of which dies as `dies` says."""
-    return call(place, "-c", LAUNCH, sys.executable, DYING, *arguments, DIES=dies)
+    return python(place, "-c", LAUNCH, sys.executable, DYING, *arguments, DIES=dies)
 
 
 @pytest.mark.nightly
@@ -213,7 +198,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
         check_machine()
     except LabError as error:
         pytest.skip(str(error))
-    done = call(
+    done = python(
         tmp_path,
         *("-m", "realrun", "lab", "run", "--nodes", "2", "--rate", "100 Mbit/s", "--", "realrun"),
         *(*TRAIN, "-s", "co2.published:tau=4", "--evaluate", "after", "--json"),
