@@ -82,7 +82,7 @@ def test_a_probed_gpu_is_as_fast_as_its_maker_says_and_no_faster(tmp_path: Path)
 
     def call(*arguments: str) -> str:
         alone = ("--nproc", "1", "--backend", "nccl")
-        dalone = python(tmp_path, "-m", "realrun", *arguments, *alone)
+        done = python(tmp_path, "-m", "realrun", *arguments, *alone)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

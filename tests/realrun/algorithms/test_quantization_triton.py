@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
-
 pytest.importorskip("triton", reason="there is no Triton")
 
+import torch
 import triton
+from commands import python
+from places import ROOT
 from torch import Tensor
 
 from realrun.algorithms import quantization as reference

@@ -191,33 +191,3 @@ def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
     sent = kept.figures["sent_bytes_per_gpu_per_step"]
     assert sent["reduce_scatter world"] == kept.figures["trained_parameters"] * 4 / 2
     assert sent["all_gather world"] > 10 * sent["reduce_scatter world"]
-
-
-def test_bad_input_gives_one_line_and_starts_nothing(cli: Command, tmp_path: Path) -> None:
-    """What was wrong, on stderr; exit code 2, nothing written."""
-    for arguments, said in [
-        (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
-        ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'"),
-        ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
-        ((*RUN[:-2], "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
-        ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0"),
-        ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
-        ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
-        ((*RUN, "-s", "ddp", "--deadline", "1 ms"), "--deadline is '1 ms'"),
-        ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
-        (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
-        ((*RUN[:5], "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
-        ((*RUN[:5], "-s", "ddp", "--rounds", "1000000000"), "it must be 1 to 10000"),
-        ((*RUN, "-s", "ddp", "--deadline", "1e15 s"), "it must be at most 7 days"),
-        (("probe", "--deadline", "1e15 s"), "it must be at most 7 days"),
-        ((*RUN, "-s", "ddp", "--nproc", "1000000"), "cannot start 1000000 ranks"),
-        ((*RUN, "-s", "ddp"), "RANK is not set"),
-        (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
-        ((*RUN[:5], "-s", "zeropp:hpz_group=3", "--nproc", "2"), "hpz_group=3"),
-    ]:
-        pytest.importorskip("torch")
-        code, out, errors = cli(*arguments)
-        assert (code, out) == (2, "")
-        assert said in errors
-        assert errors.count("\n") == 1
-        assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]

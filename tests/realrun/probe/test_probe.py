@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
-from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import GPU, Backend, Cluster, HostEffects, Link, TokenBucket
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
@@ -392,31 +392,6 @@ def test_the_figure_is_a_png() -> None:
             seen = measured(layout, kernels=kernels)
             if kernels or layout.world_size > 1:
                 assert draw(seen, fit.fit(seen), "costs $5 and $6").startswith(b"\x89PNG")
-
-
-def test_bad_options_are_refused_in_one_line() -> None:
-    """Before any process is started: what was wrong, and what is allowed."""
-    for options, words in [
-        (["--out", "cluster.json"], "ends in .toml"),
-        (["--backend", "glo"], "did you mean 'gloo'"),
-        (["--gpu", "virtal"], "did you mean 'virtual'"),
-        (["--precision", "fp8"], "--precision is 'fp8'; "),
-        (["--gpu", "virtual", "--precision", "fp32"], "--precision does not apply"),
-        (["--max-size", "16"], "has no unit"),
-        (["--max-size", "1 KiB"], "16 KiB to 16 GiB"),
-        (["--budget", "0 s"], "above 0"),
-        (["--gpu", "virtual", "--nproc", "1"], "nothing can be measured"),
-    ]:
-        pytest.importorskip("torch")
-        import typer  # noqa: PLC0415 - a command line
-
-        from realrun.cli.probe import probe  # noqa: PLC0415 - a command line
-
-        app = typer.Typer()
-        app.command()(probe)
-        with pytest.raises(Co2simError, match=words) as caught:
-            app(options, standalone_mode=False)
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.dist

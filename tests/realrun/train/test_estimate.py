@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import in_process
 from ranks import on_ranks, realrun
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
 from co2sim.strategies import LocalSteps, parse, with_options
-from realrun.cli import main
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
 from realrun.train.estimate import RankLoss, measure
 from realrun.train.settings import TrainSettings
@@ -261,22 +259,3 @@ def test_a_training_leaves_estimates_and_commands_that_run(
             co2analysis()
         assert not ended.value.code, capsys.readouterr().err
     assert "bound" in capsys.readouterr().out
-
-
-def test_what_cannot_be_estimated_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one line, before anything starts or is written."""
-    for arguments, said in [
-        (("-s", "zero3"), "--estimate needs whole"),
-        (("-s", "co2.published:tau=2,worker=node"), "and zero2 shards them"),
-        (("--resume",), "--estimate begins at the"),
-        (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at"),
-        (("--stop", "2"), "--estimate needs 3 steps at"),
-    ]:
-        monkeypatch.chdir(tmp_path)
-        call = in_process("realrun", main, monkeypatch, capsys)
-        ended = call(*TINY, "--nproc", "2", "--estimate", *arguments)
-        assert (ended.code, ended.err.count("\n")) == (2, 1)
-        assert said in ended.err
-        assert not (tmp_path / "out").exists()
