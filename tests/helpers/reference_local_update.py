@@ -316,7 +316,9 @@ def check(answer: dict[str, Any], given: dict[str, Any], wanted: Vector, seen: l
     assert answer["counts"] == [rounds, rounds * given["options"]["tau"]]
     if not seen:
         return
-    lambdas = [1.0] * given["options"].get("staleness", 1) + [scale for scale, *_ in seen]
+    staleness, beta = given["options"].get("staleness", 1), given["options"]["outer_momentum"]
+    lambdas = [1.0] * staleness + [scale for scale, *_ in seen]
+    assert staleness > 1 or max(answer["penalties"]) <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
     np.testing.assert_allclose(answer["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
     share = sum(clipped for _, clipped, _ in seen) / (len(seen) * history.shape[-1])
     removed = sum(squares for *_, squares in seen)

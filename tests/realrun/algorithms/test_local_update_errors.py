@@ -1,8 +1,6 @@
 """What the local-update family refuses on several ranks, and how it ends with an error."""
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +8,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed.checkpoint as dcp
 from local_problem import (
-    algorithm_of,
-    batch,
     begun,
     co2_of,
-    loss,
     network,
     optimizer,
     said,
@@ -25,13 +19,10 @@ from local_problem import (
     vector,
 )
 from ranks import ranked
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from realrun.algorithms import LocalSGD, LocalUpdate, NonFiniteError, Workers
+from realrun.algorithms import NonFiniteError
 from realrun.execute.world import World
 
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
@@ -214,134 +205,3 @@ def test_states_of_other_ranks_and_runs_are_refused(world: World) -> None:
     assert "'tau = 3', here 'tau = 4'" in load(state, tau=4)
     assert "(3, 2)" in load(state, width=3)
     assert load(state, outer_lr=0.5) == ""
-
-
-# --- where a worker is a node of two ranks --------------------------------------------------------
-
-
-def started(
-    inside: str, inner: str, name: str, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, LocalUpdate]:
-    """Model, optimizer and algorithm; the nodes' models differ."""
-    workers = Workers.per_node()
-    assert workers.inner is not None
-    model = network(seed=dist.get_rank() // 2)  # alike in a node; the first node's is the one
-    if inside == "fsdp":
-        mesh = DeviceMesh.from_group(workers.inner, "cpu")
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:
-        model = DistributedDataParallel(model, process_group=workers.inner)
-    optim = optimizer(model, inner)
-    return model, optim, algorithm_of(name, model, optim, worker="node", **options)
-
-
-def train_inside(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
-    """Each rank of a node takes half of the worker's batch."""
-    worker, half = divmod(dist.get_rank(), 2)
-    for step in steps:
-        inputs, targets = (part[4 * half : 4 * half + 4] for part in batch(worker, step))
-        optim.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optim.step()
-
-
-@ranked(4, gpus_per_node=2)
-def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(_: World) -> None:
-    """FSDP2 that keeps whole parameters after a forward must not go on with the wrong ones.
-
-    In the middle of a round, without a backward pass in between.
-    """
-    model, optim, slowmo = started("fsdp", "sgd", "SlowMo", tau=2)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_reshard_after_forward(reshard_after_forward=False)
-
-    def evaluated() -> float:
-        with torch.no_grad():
-            return float(loss(model, 7, 7))
-
-    with slowmo:
-        train_inside(model, optim, range(3))
-        live = evaluated()
-        with slowmo.consensus():
-            assert evaluated() != live
-        assert evaluated() == live
-        for module in sharded:
-            module.reshard()
-        assert evaluated() == live
-
-
-@ranked(4, gpus_per_node=2)
-def test_nodes_that_hold_nothing_in_common_are_refused(world: World) -> None:
-    """Where ranks of a node train apart; and shards over all ranks, which are no worker's."""
-    mine = [0, 1] if world.rank < 2 else [2, 3]
-
-    def bare(steps: int) -> None:
-        model = network()
-        optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=2, worker="node"):
-            train(model, optim, world.rank, range(steps))
-
-    groups = dist.distributed_c10d._world.pg_map
-    before = len(groups)
-    bare(0)
-    assert len(groups) == before, "groups made for worker='node' are given back"
-    heard = said(lambda: bare(3))
-    assert heard.startswith("MismatchError: after round 0")
-    assert f"{mine}" in heard
-    sharded = network()
-    fully_shard(sharded, mesh=DeviceMesh("cpu", list(range(4))))
-    optim = optimizer(sharded, "sgd")
-    heard = said(lambda: LocalSGD(sharded, optim, worker="node"))
-    assert "over ranks [0, 1, 2, 3]" in heard
-    assert f"worker is ranks {mine}" in heard
-    assert f"worker is ranks [{world.rank}]" in said(lambda: LocalSGD(sharded, optim))
-
-
-@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
-@ranked(4, gpus_per_node=2)
-def test_nodes_fail_and_resume_as_one(world: World, inside: str, tmp_path: Path) -> None:
-    """A NaN or a drift in one rank's share is an error on all; dcp keeps every rank's state."""
-    start = partial(started, inside, "adamw", "CO2", tau=2, check_every=1)
-
-    def harmed(rank: int, harm: Callable[[LocalUpdate], None]) -> str:
-        def go_on() -> None:
-            model, optim, algorithm = start()
-            with algorithm:
-                train_inside(model, optim, range(3))
-                if world.rank == rank:
-                    harm(algorithm)
-                train_inside(model, optim, range(3, 8))
-
-        return said(go_on)
-
-    def poison(algorithm: LocalUpdate) -> None:
-        launch = algorithm._outer.launch
-
-        def launch_nan(values: torch.Tensor) -> Any:
-            values[0] = torch.nan
-            return launch(values)
-
-        algorithm._outer.launch = launch_nan
-
-    def tamper(algorithm: LocalUpdate) -> None:
-        algorithm._outer.state.anchor[1] += 1
-
-    heard = harmed(2, poison)  # the first rank of the second node, in its own part
-    assert heard.startswith("NonFiniteError: the average of round 1")
-    assert ("0.weight" in heard) == (world.rank in {0, 2})
-    assert "rank 2" in heard
-    assert harmed(3, tamper).startswith("MismatchError: after round 1")
-    model, optim, algorithm = start()
-    with algorithm:
-        train_inside(model, optim, range(5))
-        dcp.save({"algorithm": algorithm}, checkpoint_id=tmp_path / inside)
-        anchor = algorithm._outer.state.anchor.clone()
-        flying = algorithm._outer.flights[0].vector.clone()
-    _, _, other = start()
-    with other:
-        dcp.load({"algorithm": other}, checkpoint_id=tmp_path / inside)
-        assert torch.equal(other._outer.state.anchor, anchor)
-        assert torch.equal(other._outer.flights[0].vector, flying)
-        assert other.stats().steps == 5

@@ -1,7 +1,9 @@
 """Workers that are parts of a DeviceMesh: FSDP2, tensor parallelism and HSDP inside a worker."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,18 +11,31 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from local_problem import algorithm_of, batch, followed, network, optimizer, said
+import torch.distributed.checkpoint as dcp
+from local_problem import (
+    algorithm_of,
+    batch,
+    co2_of,
+    followed,
+    loss,
+    network,
+    optimizer,
+    said,
+    train,
+)
 from ranks import everywhere, on_ranks, ranked
 from reference_local_update import case, check, expected
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from realrun.algorithms import LocalSGD, LocalUpdate, Workers
 from realrun.execute.world import World
@@ -33,6 +48,8 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "fsdp, tp": (("dp", "fsdp", "tp"), (2, 2, 2)),
     "hsdp": (("dp", "replicate", "shard"), (2, 2, 2)),
     "hsdp of one": (("dp", "replicate", "shard"), (1, 2, 2)),
+    "fsdp": (("dp", "fsdp"), (2, 2)),
+    "ddp": (("dp", "ddp"), (2, 2)),
 }
 """Dimensions of the mesh; those but the first are inside a worker."""
 CASES = [
@@ -57,6 +74,8 @@ def spread(inside: str, mesh: DeviceMesh, seed: int) -> nn.Module:
         shards = mesh["replicate", "shard"] if "hsdp" in inside else mesh["fsdp"]
         fully_shard(model[0], mesh=shards)
         fully_shard(model, mesh=shards)
+    if "ddp" in names:
+        return DistributedDataParallel(model, process_group=mesh.get_group("ddp"))
     return model
 
 
@@ -71,7 +90,7 @@ def started(
     for name, value in buffers.items():
         model.register_buffer(name, value)
     optim = optimizer(model, given["inner"])
-    workers = Workers.of_mesh(mesh, "dp")
+    workers = "node" if inside in {"fsdp", "ddp"} else Workers.of_mesh(mesh, "dp")
     made = algorithm_of(given["algorithm"], model, optim, worker=workers, **given["options"])
     return model, optim, made, mesh
 
@@ -82,7 +101,7 @@ def train_inside(
     """Ranks that share the data of a worker take their part of a batch."""
     names = mesh.mesh_dim_names or ()
     part, count = 0, 1
-    for name in ("fsdp", "replicate", "shard"):
+    for name in ("fsdp", "ddp", "replicate", "shard"):
         if name in names:
             size = mesh.size(names.index(name))
             part, count = part * size + mesh.get_local_rank(name), count * size
@@ -245,3 +264,107 @@ def test_dimensions_of_a_mesh_tell_workers_apart(world: World) -> None:
     ):
         workers = Workers.of_mesh(mesh, names)
         assert (workers.peer_ranks, workers.inner_ranks) == (peers, inner)
+
+
+# --- where a worker is a node of two ranks -------------------------------------------------------
+
+
+@ranked(4, gpus_per_node=2)
+def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(_: World) -> None:
+    """FSDP2 that keeps whole parameters after a forward must not go on with the wrong ones.
+
+    In the middle of a round, without a backward pass in between.
+    """
+    model, optim, slowmo, mesh = started("fsdp", case("SlowMo", tau=2))
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(reshard_after_forward=False)
+
+    def evaluated() -> float:
+        with torch.no_grad():
+            return float(loss(model, 7, 7))
+
+    with slowmo:
+        train_inside(model, optim, mesh, range(3))
+        live = evaluated()
+        with slowmo.consensus():
+            assert evaluated() != live
+        assert evaluated() == live
+        for module in sharded:
+            module.reshard()
+        assert evaluated() == live
+
+
+@ranked(4, gpus_per_node=2)
+def test_nodes_that_hold_nothing_in_common_are_refused(world: World) -> None:
+    """Where ranks of a node train apart; and shards over all ranks, which are no worker's."""
+    mine = [0, 1] if world.rank < 2 else [2, 3]
+
+    def bare(steps: int) -> None:
+        model = network()
+        optim = optimizer(model, "sgd")
+        with co2_of(model, optim, tau=2, worker="node"):
+            train(model, optim, world.rank, range(steps))
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    bare(0)
+    assert len(groups) == before, "groups made for worker='node' are given back"
+    heard = said(lambda: bare(3))
+    assert heard.startswith("MismatchError: after round 0")
+    assert f"{mine}" in heard
+    sharded = network()
+    fully_shard(sharded, mesh=DeviceMesh("cpu", list(range(4))))
+    optim = optimizer(sharded, "sgd")
+    heard = said(lambda: LocalSGD(sharded, optim, worker="node"))
+    assert "over ranks [0, 1, 2, 3]" in heard
+    assert f"worker is ranks {mine}" in heard
+    assert f"worker is ranks [{world.rank}]" in said(lambda: LocalSGD(sharded, optim))
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@ranked(4, gpus_per_node=2)
+def test_nodes_fail_and_resume_as_one(world: World, inside: str, tmp_path: Path) -> None:
+    """A NaN or a drift in one rank's share is an error on all; dcp keeps every rank's state."""
+    start = partial(started, inside, case("CO2", "adamw", tau=2, check_every=1))
+
+    def harmed(rank: int, harm: Callable[[LocalUpdate], None]) -> str:
+        def go_on() -> None:
+            model, optim, algorithm, mesh = start()
+            with algorithm:
+                train_inside(model, optim, mesh, range(3))
+                if world.rank == rank:
+                    harm(algorithm)
+                train_inside(model, optim, mesh, range(3, 8))
+
+        return said(go_on)
+
+    def poison(algorithm: LocalUpdate) -> None:
+        launch = algorithm._outer.launch
+
+        def launch_nan(values: torch.Tensor) -> Any:
+            values[0] = torch.nan
+            return launch(values)
+
+        algorithm._outer.launch = launch_nan
+
+    def tamper(algorithm: LocalUpdate) -> None:
+        algorithm._outer.state.anchor[1] += 1
+
+    heard = harmed(2, poison)  # the first rank of the second node, in its own part
+    assert heard.startswith("NonFiniteError: the average of round 1")
+    assert ("0.weight" in heard) == (world.rank in {0, 2})
+    assert "rank 2" in heard
+    assert harmed(3, tamper).startswith("MismatchError: after round 1")
+    model, optim, algorithm, mesh = start()
+    with algorithm:
+        train_inside(model, optim, mesh, range(5))
+        dcp.save({"algorithm": algorithm}, checkpoint_id=tmp_path / inside)
+        anchor = algorithm._outer.state.anchor.clone()
+        flying = algorithm._outer.flights[0].vector.clone()
+    other = start()[2]
+    with other:
+        dcp.load({"algorithm": other}, checkpoint_id=tmp_path / inside)
+        assert torch.equal(other._outer.state.anchor, anchor)
+        assert torch.equal(other._outer.flights[0].vector, flying)
+        assert other.stats().steps == 5

@@ -5,7 +5,8 @@ import itertools
 import math
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-import reference_local_update as reference
 import torch
-from local_problem import algorithm_of, begun, co2_of, network, optimizer, train, vector
+from local_problem import algorithm_of, begun, co2_of, followed, network, optimizer, train, vector
+from reference_local_update import CLOSE, case, check, expected
 from torch import nn
 
 from realrun.algorithms import (
@@ -37,14 +38,7 @@ from realrun.algorithms.process_groups import (
     Workers,
     first_difference,
 )
-from realrun.algorithms.rules import Clipped, State
-
-ELEMENTS = 5
-AVERAGES = st.lists(
-    st.lists(st.floats(-10, 10, width=32), min_size=ELEMENTS, max_size=ELEMENTS),
-    min_size=1,
-    max_size=8,
-)
+from realrun.algorithms.rules import State
 
 
 def test_a_line_that_one_rank_lacks_is_the_difference() -> None:
@@ -54,98 +48,13 @@ def test_a_line_that_one_rank_lacks_is_the_difference() -> None:
     assert first_difference(without, whole) == ("nothing", "1.bias: (1,)")
 
 
-@given(AVERAGES, st.floats(0.01, 10), st.floats(0.01, 1), st.none() | st.floats(0.01, 1))
-def test_without_momentum_a_late_average_moves_the_anchor_as_with_a_vector_for_it(
-    averages: list[list[float]], alpha: float, penalty: float, clip: float | None
-) -> None:
-    """The same anchors and counts as by a momentum of 0 that a vector holds."""
-    found = []
-    for at_once in (True, False):
-        late = {"late": LateAverage(delay=1)} if at_once else {"staleness": 0}
-        rule = CO2Rule(
-            outer_momentum=0.0,
-            outer_lr=alpha,
-            gap="constant",
-            penalty=1 + penalty,
-            clip=clip,
-            **late,
-        )
-        assert rule.vectors() == ({} if at_once else {"momentum": 0})
-        vectors = {name: torch.zeros(ELEMENTS) for name in rule.vectors()}
-        state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
-        clipped = []
-        for average in map(torch.tensor, averages):
-            clipped.append(rule.absorb(state, average, rule.weigh(state, 0.0, list)))
-            rule.move(state)
-        found.append((state.anchor.tolist(), clipped))
-    assert found[0] == found[1]
-
-
-class Told(NamedTuple):
-    """What a rule says of an average: its penalty, and what was clipped."""
-
-    penalty: float
-    clipped: Clipped
-
-
-def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Anchors, what `absorb` told, and momenta, when these averages come one after the other."""
-    vectors = {
-        name: torch.zeros((rows, ELEMENTS) if rows else ELEMENTS)
-        for name, rows in rule.vectors().items()
-    }
-    state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
-    anchors, told, momenta = [state.anchor.double().numpy()], [], []
-    for number in range(len(averages) + rule.staleness):
-        if number >= rule.staleness:
-            average = torch.tensor(averages[number - rule.staleness])
-            norm = state.norm(average, list)
-            penalty = rule.weigh(state, norm, list)
-            told.append(Told(penalty, rule.absorb(state, average, penalty)))
-        momenta.append(vectors["momentum"].double().numpy())
-        rule.move(state)
-        anchors.append(state.anchor.double().numpy())
-    return anchors, told, momenta
-
-
-@given(AVERAGES, st.floats(0, 0.99), st.floats(0.01, 10), st.integers(1, 3))
-def test_the_gap_is_the_distance_that_the_anchor_went(
-    averages: list[list[float]], beta: float, alpha: float, k: int
-) -> None:
-    """Lambda by its definition, from anchors and averages; for k = 1 within its bounds."""
-    rule = CO2Rule(outer_momentum=beta, outer_lr=alpha, gap="gap_aware", staleness=k)
-    anchors, told, _ = drive(rule, averages)
-    for s, absorbed in enumerate(told):
-        t = s + k
-        largest = max((alpha * np.linalg.norm(averages[r]) for r in range(s)), default=0.0)
-        distance = np.linalg.norm(anchors[t] - anchors[t - k])
-        wanted = 1 + distance / largest if largest else 1.0
-        assert absorbed.penalty == pytest.approx(wanted, rel=1e-3, abs=1e-3)
-        assert absorbed.penalty >= 1
-        if k == 1:
-            assert absorbed.penalty <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
-
-
-@given(AVERAGES, st.floats(0, 0.9), st.floats(0.1, 5))
-def test_clip_bounds_every_element_and_counts_what_it_changed(
-    averages: list[list[float]], beta: float, limit: float
-) -> None:
-    """The momentum itself is clipped, so that the next round starts from the clipped one.
-
-    What was taken off is told by its sum of squares.
-    """
-    rule = CO2Rule(outer_momentum=beta, outer_lr=1.0, clip=limit)
-    _, told, _ = drive(rule, averages)
-    m = np.zeros(ELEMENTS, np.float32)
-    for average, absorbed in zip(averages, told, strict=True):
-        m = np.float32(beta) * m + np.array(average, np.float32)
-        near = np.abs(np.abs(m) - limit) < 1e-4
-        low, high = (np.abs(m)[~near] > limit).sum(), (np.abs(m) > limit - 1e-4).sum()
-        assert low <= absorbed.clipped.elements <= high
-        unclipped = m.astype(np.float64)
-        m = np.clip(m, np.float32(-limit), np.float32(limit))
-        squares = ((unclipped - m) ** 2).sum()
-        assert absorbed.clipped.squares == pytest.approx(squares, rel=1e-4, abs=1e-8)
+def test_an_average_that_is_used_at_once_needs_no_momentum() -> None:
+    """Without momentum a late average moves the anchor, and no vector is kept for it."""
+    for options, vectors in (
+        ({"late": LateAverage(delay=1)}, {}),
+        ({"late": None, "staleness": 0}, {"momentum": 0}),
+    ):
+        assert CO2Rule(outer_momentum=0.0, outer_lr=1.0, **options).vectors() == vectors
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -227,27 +136,24 @@ def test_one_worker_needs_no_process_group() -> None:
 
     Averages under way are used by `finish` as by rounds that end without local steps.
     """
-    for inner, tau, k, gap in list(
-        itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware"))
+    for inner, tau, k, gap in itertools.product(
+        ("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware")
     ):
-        rounds = 5
-        x0, local = reference.steps_of(tau, inner, 1)
-        wanted = reference.co2(x0, local, 1, rounds + k, beta=0.5, alpha=0.8, k=k, gap=gap)
-        model = network()
-        optim = optimizer(model, inner)
-        options: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.8, "gap": gap}
-        with co2_of(model, optim, tau=tau, staleness=k, **options) as co2:
-            for t in range(rounds):
-                train(model, optim, 0, range(t * tau, (t + 1) * tau))
-                np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
-            co2.finish()
-            np.testing.assert_allclose(vector(model).numpy(), wanted[-1][0], atol=2e-6)
+        rounds, rule = 5, {"outer_lr": 0.8, "gap": gap, "staleness": k}
+        lone = case("CO2", inner, rounds=rounds + k, tau=tau, **rule)
+        seen: list[Any] = []
+        wanted = expected(lone, 1, seen)[:, 0]
+        lone["rounds"] = rounds
+        model, optim, co2 = begun(inner=inner, **lone["options"])
+        steps = partial(train, model, optim, 0)
+        answer = followed(lone, co2, steps, partial(vector, model))
+        check(answer, lone, wanted[:rounds], seen[: rounds - k])
+        np.testing.assert_allclose(vector(model).numpy(), wanted[-1], atol=CLOSE)
         stats = co2.stats()
-        wanted = Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0.0, 0.0, 0, tau=tau)
+        alone = Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0.0, 0.0, 0, tau=tau)
         assert stats.seconds > 0
         assert stats.waiting_share == 0
-        wanted = replace(wanted, seconds=stats.seconds)
-        assert stats == wanted
+        assert stats == replace(alone, seconds=stats.seconds)
 
 
 def test_what_saving_waits_for_is_no_wait_of_training() -> None:
