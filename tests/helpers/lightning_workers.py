@@ -6,16 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from adapter_problem import (
-    BATCH,
-    EPOCHS,
-    Network,
-    adam,
-    check_bad_batch,
-    numbers,
-    own_loop,
-    rows,
-)
+from adapter_problem import BATCH, EPOCHS, Network, adam, check_bad_batch, numbers, own_loop, rows
 from lightning.pytorch.callbacks import ModelCheckpoint
 from local_problem import co2_of, said
 from ranks import everywhere

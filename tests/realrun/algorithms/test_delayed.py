@@ -17,21 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_problem import begun, co2_of, loss, network, train, vector
 
-from realrun.algorithms import (
-    CO2,
-    DiLoCo,
-    LocalSGD,
-    LocalUpdate,
-    SlowMo,
-)
+from realrun.algorithms import CO2, DiLoCo, LocalSGD, LocalUpdate, SlowMo
 from realrun.algorithms.delayed_loop import take_displacement, take_offset
-from realrun.algorithms.pacing import (
-    SAMPLES,
-    AutoDelay,
-    AutoTau,
-    Launch,
-    WaitWatch,
-)
+from realrun.algorithms.pacing import SAMPLES, AutoDelay, AutoTau, Launch, WaitWatch
 
 
 @given(

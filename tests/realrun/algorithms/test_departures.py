@@ -31,12 +31,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from realrun.algorithms import (
-    LocalSGD,
-    OptionError,
-    RankFailure,
-    departures,
-)
+from realrun.algorithms import LocalSGD, OptionError, RankFailure, departures
 from realrun.algorithms.departures import DepartureLog
 from realrun.execute.world import World
 

@@ -8,16 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from local_problem import (
-    begun,
-    co2_of,
-    network,
-    optimizer,
-    said,
-    slopes,
-    train,
-    vector,
-)
+from local_problem import begun, co2_of, network, optimizer, said, slopes, train, vector
 from ranks import ranked
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -20,24 +20,13 @@ from local_problem import algorithm_of, begun, co2_of, followed, network, optimi
 from reference_local_update import CLOSE, case, check, expected
 from torch import nn
 
-from realrun.algorithms import (
-    CO2,
-    LateAverage,
-    NonFiniteError,
-    OptionError,
-    RankFailure,
-    Stats,
-)
+from realrun.algorithms import CO2, LateAverage, NonFiniteError, OptionError, RankFailure, Stats
 from realrun.algorithms.averaging import PendingAverage
 from realrun.algorithms.co2 import CO2Rule
 from realrun.algorithms.departures import DepartureLog
 from realrun.algorithms.flat_parameters import Flat
 from realrun.algorithms.outer_loop import finite_norm, weighted_sum
-from realrun.algorithms.process_groups import (
-    WorkerGroups,
-    Workers,
-    first_difference,
-)
+from realrun.algorithms.process_groups import WorkerGroups, Workers, first_difference
 from realrun.algorithms.rules import State
 
 

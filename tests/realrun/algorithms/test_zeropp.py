@@ -31,15 +31,7 @@ from co2sim.simulation.costs import traffic
 from co2sim.strategies.step import QUANTIZED
 from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
-from realrun.algorithms.zeropp import (
-    Gather,
-    Places,
-    Reduce,
-    Sent,
-    ZeroPP,
-    _generator,
-    apply_zeropp,
-)
+from realrun.algorithms.zeropp import Gather, Places, Reduce, Sent, ZeroPP, _generator, apply_zeropp
 from realrun.execute.world import World
 from realrun.torch_compat import fsdp_param_groups
 from realrun.train.tasks.presets import GPTShape

@@ -17,29 +17,12 @@ from scipy.spatial import cKDTree
 
 from realrun.train.log import read
 from realrun.train.settings import UNITS, TrainSettings
-from realrun.train.tasks.images import (
-    CLASSES,
-    SIDE,
-    canvas,
-    split_images,
-)
+from realrun.train.tasks.images import CLASSES, SIDE, canvas, split_images
 from realrun.train.tasks.point_clouds import SURFACES
 from realrun.train.tasks.presets import VOCABULARY
 from realrun.train.tasks.registry import make_task
-from realrun.train.tasks.task import (
-    LEFT_OUT,
-    Task,
-    chamfer,
-    loss_of,
-    means,
-    scores,
-)
-from realrun.train.tasks.text import (
-    MASK,
-    SHARE,
-    hide,
-    turned,
-)
+from realrun.train.tasks.task import LEFT_OUT, Task, chamfer, loss_of, means, scores
+from realrun.train.tasks.text import MASK, SHARE, hide, turned
 
 CPU = torch.device("cpu")
 
