@@ -125,13 +125,13 @@ class _Pool:
         for one in theirs:
             one.close()
 
-    def call(self, given: tuple[Any, ...], dies: Sequence[int], limit: float) -> list[Any]:
+    def call(self, given: tuple[Any, ...], dies: Sequence[int]) -> list[Any]:
         """What a function gives on every rank; None for those of `dies`."""
         for connection in self._calls:
             connection.send(given)
         answers: list[Any] = [None] * len(self._calls)
         ranks = {call: rank for rank, call in enumerate(self._calls) if rank not in dies}
-        end = time.monotonic() + limit
+        end = time.monotonic() + 300.0
         while ranks:
             ready = wait(list(ranks), max(0.0, end - time.monotonic()))
             assert ready, f"ranks {sorted(ranks.values())} hang"
@@ -173,15 +173,14 @@ def on_ranks(
     gpus_per_node: int = 0,
     backend: str = "gloo",
     module: str = "workers",
-    dies: int | Sequence[int] = (),
+    dies: Sequence[int] = (),
     last: bool = False,
-    limit: float = 300.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.
 
     A rank that `dies` gives None. Ranks stay for the next call, unless one fails or `last` says
-    that they cannot go on. All have `limit` seconds.
+    that they cannot go on. All have five minutes.
     """
     key = (nproc, backend)
     pool = _POOLS.pop(key, None)
@@ -192,9 +191,8 @@ def on_ranks(
     stays = False
     try:
         given = (module, function, gpus_per_node or nproc, arguments)
-        lost = (dies,) if isinstance(dies, int) else dies
-        answers = pool.call(given, lost, limit)
-        stays = not lost and not last
+        answers = pool.call(given, dies)
+        stays = not dies and not last
         return answers
     finally:
         if stays:

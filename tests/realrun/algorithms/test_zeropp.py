@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +124,7 @@ def test_qgz_gives_the_mean_over_all_ranks(world: World) -> None:
     mean_by_qgz(world, [1, 2, 4])
 
 
+task_of = cache(text)
 SHAPE = GPTShape(layers=2, hidden=32, heads=4, context=32)
 
 
@@ -140,7 +141,7 @@ def sharded(reshard: int | None = None, policy: MixedPrecisionPolicy | None = No
 
 def train(model: nn.Module, steps: int, accumulate: int = 1) -> tuple[Tensor, Tensor]:
     """AdamW; gives the losses of all ranks' mean, and all weights."""
-    task, rank, ranks = text(SHAPE, torch.device("cpu")), dist.get_rank(), dist.get_world_size()
+    task, rank, ranks = task_of(SHAPE, torch.device("cpu")), dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = torch.zeros(steps)
     for step in range(steps):

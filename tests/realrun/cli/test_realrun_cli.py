@@ -13,6 +13,8 @@ import pytest
 from commands import Command, in_process, python
 from ranks import realrun
 
+pytest.importorskip("torch")
+
 from co2sim import Layout, Question
 from co2sim.prediction import driver
 from realrun import record

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import ranked
 
+pytest.importorskip("torch")
+
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule

@@ -14,6 +14,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import realrun
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
@@ -398,9 +399,7 @@ def test_the_figure_is_a_png() -> None:
 def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> None:
     """Two ranks: a file with every number measured but the network, and a figure."""
     pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
-    options = ("--quick", "--max-size", "64 KiB", "--out", "here.toml")
+    options = ("--budget", "1 s", "--max-size", "64 KiB", "--out", "here.toml")
     done = realrun(tmp_path, 2, "probe", *options)
     assert done.returncode == 0, done.stderr
     assert "memory bandwidth" in done.stdout
