@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
@@ -107,8 +108,9 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: ra
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters in one row, in fp32, on the CPU."""
-    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()])
+    """All parameters in one row, gathered, in fp32, on the CPU."""
+    wholes = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.cat([whole.detach().float().cpu().reshape(-1) for whole in wholes])
 
 
 def set_vector(model: nn.Module, values: Tensor) -> None:

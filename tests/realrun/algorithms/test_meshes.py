@@ -22,6 +22,7 @@ from local_problem import (
     optimizer,
     said,
     train,
+    vector,
 )
 from ranks import everywhere, on_ranks, ranked
 from reference_local_update import case, check, expected
@@ -110,23 +111,13 @@ def train_inside(
         optim.step()
 
 
-def whole(model: nn.Module) -> Tensor:
-    """All parameters in one row, gathered."""
-    return torch.cat(
-        [
-            (each.full_tensor() if isinstance(each, DTensor) else each).detach().reshape(-1)
-            for each in model.parameters()
-        ]
-    )
-
-
 def follow(_: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train by every case: the whole model of this rank's worker after each round, and stats."""
     answers = []
     for given in cases:
         model, optim, algorithm, mesh = started(inside, given)
         steps = partial(train_inside, model, optim, mesh)
-        answers.append(followed(given, algorithm, steps, partial(whole, model)))
+        answers.append(followed(given, algorithm, steps, partial(vector, model)))
     return answers
 
 
@@ -166,7 +157,7 @@ def test_a_worker_on_a_mesh_resumes_bit_for_bit(_: World) -> None:
         for part, state in zip(second, saved, strict=False):
             part.load_state_dict(state)
         train_inside(other, again, mesh, range(cut, 8))
-        assert torch.equal(whole(model), whole(other))
+        assert torch.equal(vector(model), vector(other))
         assert torch.equal(algorithm._outer.state.anchor, restarted._outer.state.anchor)
         algorithm.close()
         restarted.close()
@@ -180,13 +171,13 @@ def test_consensus_and_end_are_one_whole_model_on_a_mesh(world: World) -> None:
     with algorithm:
         train_inside(model, optim, mesh, range(3))
         model.seen.fill_(world.rank)
-        before = whole(model).tolist()
+        before = vector(model).tolist()
         with algorithm.consensus(buffers=True):
-            consensus = whole(model).tolist()
+            consensus = vector(model).tolist()
             assert model.seen.tolist() == [1.5]
-        assert before == whole(model).tolist() != consensus
+        assert before == vector(model).tolist() != consensus
     assert model.seen.tolist() == [1.5]
-    for alike in (consensus, whole(model).tolist()):
+    for alike in (consensus, vector(model).tolist()):
         assert everywhere(alike) == [alike] * 4
     held = everywhere(before)
     assert held[0] == held[1] != held[2]
