@@ -48,9 +48,7 @@ def here(
 
 
 @pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, str]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a whole training of two ranks in out, and what it printed."""
     place = tmp_path_factory.mktemp("trained")
     done = realrun(place, 2, *WORDS)
@@ -65,9 +63,7 @@ def ends_alike(place: Path, other: Path) -> bool:
 
 
 @pytest.mark.dist
-def test_a_training_leaves_its_log_figure_parameters_and_record(
-    trained: tuple[Path, str],
-) -> None:
+def test_a_training_leaves_its_log_figure_parameters_and_record(trained: tuple[Path, str]) -> None:
     """And says on one line each how it went."""
     out, printed = trained[0] / "out", trained[1]
     assert re.search(
