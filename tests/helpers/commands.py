@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from ast import literal_eval
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -54,6 +55,25 @@ def python(folder: Path, *words: Any, **environment: str) -> subprocess.Complete
         timeout=300,
         check=False,
     )
+
+
+def rows(name: str) -> list[list[Any]]:
+    """The rows of a file of `tests/data`: words, and last what options NAME=VALUE say."""
+    table = []
+    for line in (DATA / name).read_text().splitlines():
+        if not line.startswith("#"):
+            words = line.split()
+            pairs = dict(word.split("=") for word in words if "=" in word)
+            options = {option: _value(text) for option, text in pairs.items()}
+            table.append([*(word for word in words if "=" not in word), options])
+    return table
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except ValueError:
+        return text
 
 
 def refused(name: str, **words: str) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from commands import rows
 from local_problem import (
     algorithm_of,
     begun,
@@ -271,31 +272,6 @@ def test_notes_of_another_attempt_or_group_are_elsewhere(monkeypatch: pytest.Mon
     assert len(set(prefixes)) == 6
 
 
-UNEQUAL = [7, 4, 9]
-ENDED: list[tuple[str, list[int], dict[str, Any]]] = [
-    ("LocalSGD", UNEQUAL, {"tau": 3}),
-    ("LocalSGD", [0, 3, 2], {"tau": 1}),
-    ("LocalSGD", UNEQUAL, {"tau": 3, "dtype": "int8"}),
-    ("LocalSGD", [5] * 3, {"tau": 3}),
-    ("CO2", UNEQUAL, {"tau": 3}),
-    ("CO2", [6] * 3, {"tau": 3}),
-    ("CO2", UNEQUAL, {"tau": 3, "staleness": 2}),
-    ("CO2", [8] * 3, {"tau": 3, "staleness": 2}),
-    ("CO2", UNEQUAL, {"tau": 3, "delay": 2}),
-    ("CO2", [8] * 3, {"tau": 3, "delay": 2}),
-    ("CO2", UNEQUAL, {"tau": 3, "delay": 1, "fragments": 3}),
-    ("CO2", [7] * 3, {"tau": 3, "delay": 1, "fragments": 3}),
-    ("CO2", [7] * 3, {"tau": 3, "delay": 1, "preview": True}),
-    ("CO2", [30, 41, 22], {"tau": 4, "delay": "auto"}),
-    ("DiLoCo", UNEQUAL, {"tau": 4}),
-    ("DiLoCo", [5] * 3, {"tau": 2}),
-    ("OverlapLocalSGD", UNEQUAL, {"tau": 2}),
-    ("OverlapLocalSGD", [5] * 3, {"tau": 2}),
-    ("SlowMo", [4] * 3, {"tau": 3}),
-]
-"""Steps of three ranks."""
-
-
 def in_turn(steps: list[int], tau: int) -> torch.Tensor:
     """Rounds of LocalSGD, one rank after another: means over those that took a step."""
     model = network()
@@ -318,7 +294,8 @@ def test_all_ranks_end_alike_with_averages_over_those_who_took_part(world: World
     By `finish`, or after other numbers of steps by `join`. LocalSGD ends as rounds done one rank
     after another do; a rank may have no data at all.
     """
-    for name, steps, options in ENDED:
+    for name, counts, options in rows("local-update-ends.txt"):
+        steps = [int(count) for count in counts.split(",")]
         model, optim, algorithm = begun(name, **options)
         mine = steps[world.rank]
         if len(set(steps)) > 1:

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import rows
 from local_problem import algorithm_of, begun, co2_of, followed, network, optimizer, train, vector
 from numpy.typing import NDArray
 from ranks import everywhere, on_ranks, ranked
@@ -33,67 +34,7 @@ pytestmark = pytest.mark.dist
 SMALL = 1e-4
 """MiB of a bucket: the problem's 80 elements make four."""
 
-CASES = [
-    *(
-        case("CO2", inner, tau=tau, staleness=k, outer_momentum=beta, outer_lr=alpha, gap=gap)
-        for (inner, tau), (k, beta, alpha), gap in (
-            (("sgd", 1), (1, 0.5, 1.0), "gap_aware"),
-            (("sgd", 4), (1, 0.9, 0.7), "constant"),
-            (("adamw", 3), (1, 0.5, 0.5), "gap_aware"),
-            (("adamw", 3), (2, 0.5, 0.7), "gap_aware"),
-            (("momentum", 2), (3, 0.3, 0.5), "gap_aware"),
-            (("sgd", 3), (2, 0.0, 1.0), "constant"),
-            (("momentum", 3), (3, 0.5, 0.4), "constant"),
-        )
-    ),
-    case("CO2", "sgd", tau=3, gap="constant", penalty=1.7),
-    case("CO2", "adamw", tau=3, clip=0.04),
-    case("CO2", "sgd", tau=3, clip=0.03, staleness=2),
-    *(
-        case("CO2", inner, tau=tau, delay=d, keep=keep, predict=predict, **more)
-        for inner, tau, d, keep, predict, more in (
-            ("adamw", 4, 1, 0.5, 0.5, {}),
-            ("sgd", 4, 3, 1.0, 0.0, {}),
-            ("momentum", 3, 3, 0.25, 0.75, {}),
-            ("adamw", 1, 1, 1.0, 0.0, {}),
-            ("adamw", 4, 1, 0.5, 0.5, {"fragments": 4}),
-            ("sgd", 5, 4, 0.75, 0.25, {"fragments": 2}),
-            ("sgd", 3, 2, 0.5, 0.0, {"clip": 0.04, "outer_momentum": 0.5, "outer_lr": 0.8}),
-        )
-    ),
-    *(
-        case("CO2", inner, delay=d, preview=True, outer_momentum=0.9, outer_lr=0.1, **more)
-        for inner, d, more in (
-            ("adamw", 1, {"tau": 1}),
-            ("sgd", 3, {"tau": 3, "keep": 0.5, "predict": 0.25, "clip": 0.05}),
-            ("adamw", 2, {"tau": 4, "fragments": 3, "clip": 0.02}),
-        )
-    ),
-    *(
-        case("SlowMo", inner, tau=tau, outer_momentum=beta, outer_lr=alpha)
-        for inner, tau, beta, alpha in (("sgd", 1, 0.5, 1.0), ("adamw", 4, 0.8, 0.6))
-    ),
-    *(case("LocalSGD", inner, tau=tau) for inner, tau in (("adamw", 3), ("momentum", 1))),
-    *(
-        case("DiLoCo", inner, outer_lr=alpha, outer_momentum=beta, **more)
-        for inner, alpha, beta, more in (
-            ("adamw", 0.7, 0.9, {"tau": 3}),
-            ("sgd", 0.5, 0.0, {"tau": 3}),
-            ("adamw", 0.7, 0.9, {"tau": 4, "fragments": 3, "delay": 0, "keep": 0.0}),
-            ("sgd", 0.7, 0.9, {"tau": 4, "fragments": 2, "delay": 1, "keep": 0.5}),
-            ("adamw", 0.7, 0.9, {"tau": 4, "fragments": 1, "delay": 4, "keep": 0.25}),
-            ("momentum", 0.7, 0.9, {"tau": 4, "fragments": 4, "delay": 3, "keep": 1.0}),
-        )
-    ),
-    *(
-        case("OverlapLocalSGD", inner, tau=tau, pull=pull, anchor_momentum=b)
-        for inner, tau, pull, b in (
-            ("sgd", 3, 0.6, 0.7),
-            ("adamw", 2, 0.3, 0.0),
-            ("sgd", 1, 0.9, 0.5),
-        )
-    ),
-]
+CASES = [case(*words, **options) for *words, options in rows("local-updates.txt")]
 
 
 def made(given: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
