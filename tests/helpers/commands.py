@@ -57,16 +57,18 @@ def python(folder: Path, *words: Any, **environment: str) -> subprocess.Complete
     )
 
 
+def row(line: str) -> list[Any]:
+    """The words of a line, and last what its options NAME=VALUE say."""
+    words = line.split()
+    pairs = (word.split("=", 1) for word in words if "=" in word)
+    options = {name: _value(text) for name, text in pairs}
+    return [*(word for word in words if "=" not in word), options]
+
+
 def rows(name: str) -> list[list[Any]]:
-    """The rows of a file of `tests/data`: words, and last what options NAME=VALUE say."""
-    table = []
-    for line in (DATA / name).read_text().splitlines():
-        if not line.startswith("#"):
-            words = line.split()
-            pairs = dict(word.split("=") for word in words if "=" in word)
-            options = {option: _value(text) for option, text in pairs.items()}
-            table.append([*(word for word in words if "=" not in word), options])
-    return table
+    """Those of a file of `tests/data`."""
+    lines = (DATA / name).read_text().splitlines()
+    return [row(line) for line in lines if not line.startswith("#")]
 
 
 def _value(text: str) -> Any:
