@@ -1,6 +1,7 @@
 """A function to train whose curvature, noise and heterogeneity are known, and its estimates."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,21 +55,6 @@ def quadratic(rank: int) -> Task:
     )
 
 
-class Unseen:
-    """No validation."""
-
-    last = None
-
-    def __init__(self, *_: object) -> None: ...
-
-    def take(self) -> tuple[float, float]:
-        """Nothing."""
-        return 0.0, 0.0
-
-    def take_pending(self, _: object) -> None:
-        """Nothing."""
-
-
 def check_estimates(world: World, strategy: str) -> None:
     """Train with plain SGD: at all points constants are within 4 standard errors of the truth.
 
@@ -82,18 +68,19 @@ def check_estimates(world: World, strategy: str) -> None:
 
     plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
     settings = TrainSettings(strategy=strategy, steps=8, batch=16, lr=0.01, warmup=0, **plain)
+    unseen = SimpleNamespace(last=None, take=lambda: (0.0, 0.0), take_pending=lambda _: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_task", lambda *_: quadratic(world.rank))
-        patch.setattr(loop, "Validation", Unseen)
+        patch.setattr(loop, "Validation", lambda *_: unseen)
         for module in (loop, estimate):
             patch.setattr(module, "loss_of", of)
         estimates = loop.train(settings, world, estimate=True).estimates
-    found: dict[str, Any] = estimates.to_dict(settings, None)
+    said: dict[str, Any] = estimates.to_dict(settings, None)
     workers = world.layout.world_size
     noise = float(SAMPLES.var(axis=0).sum()) / (16 // workers)
     slopes = np.array([shift(rank) for rank in range(workers)])
     spread = float(((slopes - slopes.mean(0)) ** 2).sum()) / workers
-    assert (found["workers"], found["samples"]) == (workers, 16 // workers)
+    assert (said["workers"], said["samples"]) == (workers, 16 // workers)
     assert [point.step for point in estimates.points] == [0, 4, 7]
     for point in estimates.points:
         for estimated, expected in ((point.noise, noise), (point.heterogeneity, spread)):
@@ -101,9 +88,9 @@ def check_estimates(world: World, strategy: str) -> None:
             assert estimated.error < 0.2 * expected
         assert point.curvature == pytest.approx(2.0, rel=0.02)  # neighbours: 1.985, 1.97, ...
         assert 0 < point.along_step <= 2.0 + 1e-3
-    assert found["gap"]["value"] > 0
+    assert said["gap"]["value"] > 0
     points = [asdict(point) for point in estimates.points]
-    assert everywhere((found, points)) == [(found, points)] * workers
+    assert everywhere((said, points)) == [(said, points)] * workers
 
 
 def check_undisturbed(world: World, strategy: str) -> None:

@@ -281,13 +281,13 @@ _AT_ONCE = {
 }
 
 
-def expected(given: dict[str, Any], workers: int, seen: list[Any] | None = None) -> Vector:
+def expected(problem: dict[str, Any], workers: int, seen: list[Any] | None = None) -> Vector:
     """What the published equations give for a case, which has to move."""
-    name, inner, dtype = given["algorithm"], given["inner"], getattr(torch, given["model"])
-    symbols = {_SYMBOLS[key]: value for key, value in given["options"].items() if key in _SYMBOLS}
+    name, inner, dtype = problem["algorithm"], problem["inner"], getattr(torch, problem["model"])
+    symbols = {_SYMBOLS[key]: value for key, value in problem["options"].items() if key in _SYMBOLS}
     late = "d" in symbols
     x0, local = steps_of(1 if late else symbols.pop("tau"), inner, workers, dtype)
-    run = (x0, local, workers, given["rounds"])
+    run = (x0, local, workers, problem["rounds"])
     if late:
         history = (streaming_diloco if name == "DiLoCo" else late_co2)(*run, **symbols)
     elif name == "CO2" and symbols.get("k", 1):
@@ -301,7 +301,7 @@ def expected(given: dict[str, Any], workers: int, seen: list[Any] | None = None)
         history = slowmo(*run, **momentum, rate=RATE[inner])
     else:
         history = _AT_ONCE[name](*run, **symbols)
-    assert np.abs(history - history[0]).max() > 0.01, f"{given} does not move"
+    assert np.abs(history - history[0]).max() > 0.01, f"{problem} does not move"
     return history
 
 
@@ -309,20 +309,20 @@ CLOSE = 2e-6
 """What float32 may be off after 6 rounds in which elements move by 0.1 to 1."""
 
 
-def check(answer: dict[str, Any], given: dict[str, Any], wanted: Vector, seen: list[Any]) -> None:
+def check(answer: dict[str, Any], problem: dict[str, Any], wanted: Vector, seen: list[Any]) -> None:
     """Whether a rank `followed` the equations: models, and where CO2 has `seen` them its stats."""
-    history, rounds = np.array(answer["history"]), given["rounds"]
-    np.testing.assert_allclose(history, wanted, rtol=0, atol=CLOSE, err_msg=str(given))
-    assert answer["counts"] == [rounds, rounds * given["options"]["tau"]]
+    history, rounds = np.array(answer["history"]), problem["rounds"]
+    np.testing.assert_allclose(history, wanted, rtol=0, atol=CLOSE, err_msg=str(problem))
+    assert answer["counts"] == [rounds, rounds * problem["options"]["tau"]]
     if not seen:
         return
-    staleness, beta = given["options"].get("staleness", 1), given["options"]["outer_momentum"]
+    staleness, beta = problem["options"].get("staleness", 1), problem["options"]["outer_momentum"]
     lambdas = [1.0] * staleness + [scale for scale, *_ in seen]
     assert staleness > 1 or max(answer["penalties"]) <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
-    np.testing.assert_allclose(answer["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
+    np.testing.assert_allclose(answer["penalties"], lambdas, rtol=1e-4, err_msg=str(problem))
     share = sum(clipped for _, clipped, _ in seen) / (len(seen) * history.shape[-1])
     removed = sum(squares for *_, squares in seen)
-    assert answer["clipped"] == pytest.approx(share), given
-    assert answer["residual"] == pytest.approx(removed, rel=1e-3), given
-    if "clip" in given["options"]:
-        assert 0.01 < share < 0.9, f"{given} clips {share}"
+    assert answer["clipped"] == pytest.approx(share), problem
+    assert answer["residual"] == pytest.approx(removed, rel=1e-3), problem
+    if "clip" in problem["options"]:
+        assert 0.01 < share < 0.9, f"{problem} clips {share}"

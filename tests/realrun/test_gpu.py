@@ -182,8 +182,8 @@ def test_algorithms_equal_their_published_equations_with_models_on_gpus(
 
     cases = [case | ({"device": device} if device else {}) for case in CASES]
     answers = on_ranks("follow", 2, backend=backend, module="test_local_update", cases=cases)
-    for index, given in enumerate(cases):
-        assert abs(histories(answers, index) - expected(given, 2)).max() < 1e-4, given
+    for index, problem in enumerate(cases):
+        assert abs(histories(answers, index) - expected(problem, 2)).max() < 1e-4, problem
 
 
 @ranked(2)

@@ -96,7 +96,7 @@ def steps(training: LocalUpdate, optim: torch.optim.Optimizer, worker: int, tau:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "problem",
     [
         case("CO2", "adamw", rounds=ROUNDS + 1, tau=3),
         case("CO2", "sgd", rounds=ROUNDS + 1, tau=3, gap="constant", clip=0.03),
@@ -106,17 +106,17 @@ def steps(training: LocalUpdate, optim: torch.optim.Optimizer, worker: int, tau:
         case("DiLoCo", "sgd", tau=3, outer_momentum=0.9, outer_lr=0.7),
     ],
 )
-def test_it_trains_as_the_equations_say(given: dict[str, Any]) -> None:
+def test_it_trains_as_the_equations_say(problem: dict[str, Any]) -> None:
     """All begin with the first one's weights, and hold the same bits after every round.
 
     In the end, too, where an average that is under way is used.
     """
-    name, options = given["algorithm"], given["options"]
+    name, options = problem["algorithm"], problem["options"]
     kind = CO2.published if name == "CO2" else getattr(algorithms, name)
 
     def work(number: int, manager: Manager) -> Any:
         model = models[number]
-        optim = optimizer(model, given["inner"])
+        optim = optimizer(model, problem["inner"])
         history = []
         with fault_tolerant(manager, kind, model, optim, **options) as training:
             while training.stats().rounds < ROUNDS:
@@ -125,14 +125,14 @@ def test_it_trains_as_the_equations_say(given: dict[str, Any]) -> None:
         return [*history, vector(model).numpy()], training.stats()
 
     models = [network(seed=number) for number in range(3)]
-    found = together(3, work)
-    for history, stats in found:
-        assert all(map(np.array_equal, history, found[0][0]))
+    ends = together(3, work)
+    for history, stats in ends:
+        assert all(map(np.array_equal, history, ends[0][0]))
         assert stats.rounds == ROUNDS
         assert stats.bytes_sent > 0
-    wanted = list(expected(given, 3)[:, 0])
+    wanted = list(expected(problem, 3)[:, 0])
     wanted += wanted[-1:] * (ROUNDS + 1 - len(wanted))
-    assert np.abs(np.array(found[0][0]) - wanted).max() < CLOSE
+    assert np.abs(np.array(ends[0][0]) - wanted).max() < CLOSE
 
 
 # --- an average that fails -----------------------------------------------------------------------

@@ -37,21 +37,21 @@ SMALL = 1e-4
 CASES = [case(*words, **options) for *words, options in rows("local-updates.txt")]
 
 
-def made(given: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def made(problem: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and algorithm of a case, from a seed that only rank 0 has right."""
-    model = network(getattr(torch, given["model"]), seed=world.rank)
-    model.to(given.get("device", world.device))
-    optim = optimizer(model, given["inner"])
-    return model, optim, algorithm_of(given["algorithm"], model, optim, **given["options"])
+    model = network(getattr(torch, problem["model"]), seed=world.rank)
+    model.to(problem.get("device", world.device))
+    optim = optimizer(model, problem["inner"])
+    return model, optim, algorithm_of(problem["algorithm"], model, optim, **problem["options"])
 
 
 def follow(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train by every case: what this rank holds after each round, and its stats."""
     answers = []
-    for given in cases:
-        model, optim, algorithm = made(given, world)
+    for problem in cases:
+        model, optim, algorithm = made(problem, world)
         steps = partial(train, model, optim, world.rank)
-        answers.append(followed(given, algorithm, steps, partial(vector, model)))
+        answers.append(followed(problem, algorithm, steps, partial(vector, model)))
     return answers
 
 
@@ -63,11 +63,11 @@ def histories(answers: list[Any], index: int) -> NDArray[np.float64]:
 def test_every_algorithm_equals_its_published_equations() -> None:
     """All models after every round, Lambda, clipped share and residual, to float32 rounding."""
     answers = on_ranks("follow", 3, module=__name__, cases=CASES)
-    for index, given in enumerate(CASES):
+    for index, problem in enumerate(CASES):
         seen: list[Any] = []
-        wanted = expected(given, 3, seen)
+        wanted = expected(problem, 3, seen)
         for rank, answer in enumerate(answers):
-            check(answer[index], given, wanted[:, rank], seen)
+            check(answer[index], problem, wanted[:, rank], seen)
 
 
 TAU = 3
@@ -133,8 +133,8 @@ def test_equal_runs_give_equal_bits(world: World) -> None:
     """Overlapped is serial; CO2 with staleness 0 is SlowMo, which is LocalSGD without momentum."""
 
     def run(name: str, **options: Any) -> list[list[float]]:
-        given = {"inner": "momentum", "rounds": 6, "model": "float32"}
-        answers = follow(world, [{"algorithm": name, **given, "options": options}])
+        problem = {"inner": "momentum", "rounds": 6, "model": "float32"}
+        answers = follow(world, [{"algorithm": name, **problem, "options": options}])
         history: list[list[float]] = answers[0]["history"]
         return history
 
@@ -237,9 +237,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     options = {"tau": 3, **options, "bucket_mib": SMALL}
     clock = {"waited": 0.0, "late": 0, "seconds": 0.0}
     for inner, (cut, way) in itertools.product(inners, cuts):
-        given = {"algorithm": name, "inner": inner, "model": "float32", "options": options}
+        problem = {"algorithm": name, "inner": inner, "model": "float32", "options": options}
         folder, mine = tmp_path / f"{inner}-{cut}", tmp_path / f"{inner}-{cut}-{world.rank}"
-        whole = model, optim, algorithm = made(given, world)
+        whole = model, optim, algorithm = made(problem, world)
         with algorithm:
             train(model, optim, world.rank, range(cut))
             if way == "dcp":
@@ -247,7 +247,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
             torch.save([part.state_dict() for part in whole], mine)
             train(model, optim, world.rank, range(cut, 16))
             stats = algorithm.stats()
-        other, again, resumed = made(given, world)
+        other, again, resumed = made(problem, world)
         with resumed:
             weights, state, own = torch.load(mine)
             if way == "dcp":

@@ -77,7 +77,7 @@ def spread(inside: str, mesh: DeviceMesh, seed: int) -> nn.Module:
 
 
 def started(
-    inside: str, given: dict[str, Any], **buffers: Tensor
+    inside: str, problem: dict[str, Any], **buffers: Tensor
 ) -> tuple[nn.Module, torch.optim.Optimizer, LocalUpdate, DeviceMesh]:
     """Model, optimizer, algorithm and mesh; only the first replica of the first worker is right."""
     names, sizes = MESHES[inside]
@@ -86,9 +86,9 @@ def started(
     model = spread(inside, mesh, seed=mesh.get_local_rank("dp") + 2 * replica)
     for name, value in buffers.items():
         model.register_buffer(name, value)
-    optim = optimizer(model, given["inner"])
+    optim = optimizer(model, problem["inner"])
     workers = "node" if inside in {"fsdp", "ddp"} else Workers.of_mesh(mesh, "dp")
-    made = algorithm_of(given["algorithm"], model, optim, worker=workers, **given["options"])
+    made = algorithm_of(problem["algorithm"], model, optim, worker=workers, **problem["options"])
     return model, optim, made, mesh
 
 
@@ -114,10 +114,10 @@ def train_inside(
 def follow(_: World, inside: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train by every case: the whole model of this rank's worker after each round, and stats."""
     answers = []
-    for given in cases:
-        model, optim, algorithm, mesh = started(inside, given)
+    for problem in cases:
+        model, optim, algorithm, mesh = started(inside, problem)
         steps = partial(train_inside, model, optim, mesh)
-        answers.append(followed(given, algorithm, steps, partial(vector, model)))
+        answers.append(followed(problem, algorithm, steps, partial(vector, model)))
     return answers
 
 
@@ -136,24 +136,24 @@ def test_workers_on_a_mesh_equal_one_process(
 ) -> None:
     """Models of both workers, penalties, clipped shares and residuals."""
     answers = on_ranks("follow", ranks, module=__name__, inside=inside, cases=cases)
-    for index, given in enumerate(cases):
+    for index, problem in enumerate(cases):
         seen: list[Any] = []
-        wanted = expected(given, 2, seen)
+        wanted = expected(problem, 2, seen)
         for rank, answer in enumerate(answers):
-            check(answer[index], given, wanted[:, 2 * rank // ranks], seen)
+            check(answer[index], problem, wanted[:, 2 * rank // ranks], seen)
 
 
 @pytest.mark.nightly
 @ranked(8)
 def test_a_worker_on_a_mesh_resumes_bit_for_bit(_: World) -> None:
     """Within a round and between two, with fragments under way and replicas on submeshes."""
-    given = case("CO2", "adamw", tau=2, delay=1, fragments=2, outer_momentum=0.5, clip=0.02)
+    problem = case("CO2", "adamw", tau=2, delay=1, fragments=2, outer_momentum=0.5, clip=0.02)
     for cut in (3, 4):
-        first = model, optim, algorithm, mesh = started("fsdp, tp", given)
+        first = model, optim, algorithm, mesh = started("fsdp, tp", problem)
         train_inside(model, optim, mesh, range(cut))
         saved = copy.deepcopy([part.state_dict() for part in first[:3]])
         train_inside(model, optim, mesh, range(cut, 8))
-        second = other, again, restarted, _ = started("fsdp, tp", given)
+        second = other, again, restarted, _ = started("fsdp, tp", problem)
         for part, state in zip(second, saved, strict=False):
             part.load_state_dict(state)
         train_inside(other, again, mesh, range(cut, 8))
@@ -206,7 +206,7 @@ def test_replicas_that_differ_are_named(world: World) -> None:
 
 @ranked(4, last=True)
 def test_meshes_that_workers_cannot_average_over_are_refused(_: World) -> None:
-    """With what was given and what is allowed."""
+    """With what was problem and what is allowed."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard"))
     turned = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("dp", "shard"))
     nameless = init_device_mesh("cpu", (4,))
@@ -296,7 +296,7 @@ def test_nodes_that_hold_nothing_in_common_are_refused(world: World) -> None:
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     bare(0)
-    assert len(groups) == before, "groups made for worker='node' are given back"
+    assert len(groups) == before, "groups made for worker='node' are problem back"
     heard = said(lambda: bare(3))
     assert heard.startswith("MismatchError: after round 0")
     assert f"{mine}" in heard
