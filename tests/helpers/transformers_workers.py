@@ -4,30 +4,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from adapter_problem import BATCH, Network, adam, check_bad_batch, numbers, own_loop, rows
 from local_problem import co2_of, said
 from ranks import everywhere
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from realrun.adapters.transformers import LocalUpdateTrainer
 from realrun.execute.world import World
 
 STEPS = 15
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows by the names of the arguments of the model."""
-
-    def __len__(self) -> int:
-        return len(rows())
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        given, wanted = rows()[index]
-        return {"given": given, "wanted": wanted}
 
 
 def _trainer(
@@ -60,11 +47,12 @@ def _trainer(
         evaluated.append(numbers(model))
         return {}
 
+    data: Any = [{"given": inputs, "wanted": targets} for inputs, targets in rows()]
     made = LocalUpdateTrainer(
         model,
         arguments,
-        train_dataset=Rows(),
-        eval_dataset=Rows(),
+        train_dataset=data,
+        eval_dataset=data,
         optimizers=(adam(model), None),
         compute_metrics=metrics,
         algorithm=co2_of,
