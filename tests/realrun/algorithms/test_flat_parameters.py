@@ -35,16 +35,11 @@ def parameters(draw: st.DrawFn) -> list[tuple[str, Any]]:
     return found
 
 
-def contents(named: list[tuple[str, Any]]) -> list[Any]:
-    """Copies of all values."""
-    return [one.clone() for _, one in named]
-
-
 @given(parameters())
 def test_write_undoes_read(named: list[tuple[str, Any]]) -> None:
     """fp32 holds every type; each parameter gets its own elements back, in its own order."""
     flat = Flat.of(named)
-    before = contents(named)
+    before = [value.clone() for _, value in named]
     vector = flat.empty()
     flat.read(vector)
     for _, one in named:

@@ -68,11 +68,6 @@ def test_moments_are_unbiased_and_know_their_errors() -> None:
 # --- one rank -----------------------------------------------------------------------------------
 
 
-def alone(parameters: list[Tensor], loss: Any) -> RankLoss:
-    """A problem of one rank."""
-    return RankLoss(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
-
-
 def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
     """Of a network of 51 parameters: the dense Hessian, by other means, agrees."""
     torch.manual_seed(0)
@@ -87,9 +82,9 @@ def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
         )
         for _ in range(5)
     ]
-    point, gradient = measure(
-        alone(list(model.parameters()), lambda number: loss_of(model, batches[number])), 0, 4
-    )
+    parameters, same = list(model.parameters()), lambda tensor: tensor
+    alone = RankLoss(parameters, lambda step: loss_of(model, batches[step]), same, same)
+    point, gradient = measure(alone, 0, 4)
 
     def flat_loss(flat: Tensor) -> Tensor:
         parts = flat.split([shape.numel() for shape in shapes])
