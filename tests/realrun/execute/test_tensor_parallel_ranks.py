@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ranks import on_ranks, ranked
+from ranks import ranked
 from small_gpt import job, planned, routed_job
 from tiny import VARIANTS
 from workers import executed
 
 from co2sim.models.workload import Workload
 from co2sim.schedule.exchanges import TENSOR
-from co2sim.schedule.schedule import Collective, Op
+from co2sim.schedule.schedule import Collective, Layout, Op
 from realrun.execute.world import World
 
 pytestmark = pytest.mark.dist
@@ -39,21 +39,19 @@ def groups(rank: int) -> dict[str, set[int]]:
     return {"pair": {first, first + 1}, "alike": {rank % 2, rank % 2 + 2}, "world": {0, 1, 2, 3}}
 
 
-def share_layers(world: World, variants: list[str]) -> None:
+@pytest.mark.parametrize("per_node", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@ranked(4)
+def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(
+    world: World, per_node: int
+) -> None:
     """Pairs share layers; all else meets those with one place in their pairs, in checking mode."""
+    world.place(Layout(4 // per_node, per_node))
     expected = groups(world.rank)
-    for index, text in enumerate(variants):
+    for index, text in enumerate(VARIANTS[:: 4 if per_node == 4 else 3]):
         work = job(2, sequence=bool(index % 2))
         ranks = met(world, text, work, lambda op, _: op.stream == TENSOR)
         assert ranks[True] == expected["pair"], text
         assert ranks.get(False, set()) <= expected["alike"], text
-
-
-@pytest.mark.parametrize("per_node", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_node: int) -> None:
-    """In pairs, on two nodes of two ranks, and on one of four."""
-    variants = VARIANTS[:: 4 if per_node == 4 else 3]
-    on_ranks("share_layers", 4, gpus_per_node=per_node, module=__name__, variants=variants)
 
 
 IN_EVERY_STEP = ["ddp", "zero1", "zero2", "fsdp"]

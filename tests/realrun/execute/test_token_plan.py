@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import everywhere, on_ranks
+from ranks import everywhere, ranked
 
 from co2sim.hardware.cluster import Link
-from co2sim.schedule.schedule import Collective, DType, Kind, Op, Schedule, experts
+from co2sim.schedule.schedule import Collective, DType, Kind, Layout, Op, Schedule, experts
 from co2sim.schedule.token_routing import TokenRouting, most_load
 from co2sim.simulation.costs import cost_of
 
@@ -113,9 +113,19 @@ def there_and_back(world: World, tokens: int, options: dict[str, Any]) -> list[l
     return [part[:, 0].to(torch.int64).tolist() for part in rows]
 
 
-def check_tokens(world: World, options: dict[str, Any]) -> None:
-    """Against a single process, which knows what was sent and how many go where."""
-    tokens, ranks, per_node = 37, world.layout.world_size, world.layout.gpus_per_node
+@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize("options", CASES)
+@ranked(4)
+def test_tokens_reach_the_ranks_of_their_experts_and_come_back(
+    world: World, per_node: int, options: dict[str, Any]
+) -> None:
+    """As a single process counts them, which knows what was sent and how many go where.
+
+    By node every token reaches a node once, and members there as often as the plan says: in turn.
+    Results come back with the sum of what the experts made of each.
+    """
+    tokens, ranks = 37, 4
+    world.place(Layout(ranks // per_node, per_node))
     sent, arrived, returned = there_and_back(world, tokens, options)
     relayed = bool(options.get("by_node")) and per_node < ranks
     plan = plan_of(routed(tokens, ranks, **options), ranks, ranks // per_node)
@@ -136,17 +146,3 @@ def check_tokens(world: World, options: dict[str, Any]) -> None:
         assert returned[first : first + many] == back
         first += many
     assert sum(everywhere(len(arrived))) == ranks * tokens * options["active"]
-
-
-@pytest.mark.parametrize("per_node", [2, 4])
-@pytest.mark.parametrize("options", CASES)
-@pytest.mark.dist
-def test_tokens_reach_the_ranks_of_their_experts_and_come_back(
-    per_node: int, options: dict[str, Any]
-) -> None:
-    """As a single process counts them.
-
-    By node every token reaches a node once, and members there as often as the plan says: in turn.
-    Results come back with the sum of what the experts made of each.
-    """
-    on_ranks("check_tokens", 4, gpus_per_node=per_node, module=__name__, options=options)
