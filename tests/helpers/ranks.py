@@ -228,7 +228,7 @@ def everywhere(value: Any) -> list[Any]:
     return values
 
 
-def realrun(
+def realrun_on_ranks(
     folder: Path, nproc: int, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`realrun ARGUMENTS` as so many ranks, in a folder; what rank 0 printed."""

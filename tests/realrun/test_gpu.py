@@ -32,10 +32,11 @@ CATALOG = ("dgx2-ib1", "p4d.24xlarge", "dgx-h100", "dgx-h200", "dgx-b200")
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
 
 
-def test_every_strategy_runs_on_one_gpu_and_breaks_no_rule() -> None:
-    """Streams wait for each other's events: own events show it."""
-    variants = [text for text in VARIANTS if "node" not in text]
-    on_ranks("all_strategies", 1, backend="nccl", variants=variants)
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=several)])
+def test_every_strategy_runs_and_breaks_no_rule(gpus: int) -> None:
+    """Unchanged schedules, in checking mode: streams wait for each other's events."""
+    variants = [text for text in VARIANTS if gpus > 1 or "node" not in text]
+    on_ranks("all_strategies", gpus, backend="nccl", variants=variants)
 
 
 @ranked(1, backend="nccl")
@@ -63,12 +64,6 @@ def test_streams_of_a_gpu_run_at_the_same_time(world: World) -> None:
 def test_nccl_collectives_give_what_a_single_process_computes() -> None:
     """Every kind, type and size over NCCL, against a process that knows all inputs."""
     on_ranks("collectives", 2, backend="nccl")
-
-
-@several
-def test_every_strategy_runs_over_nccl_and_breaks_no_rule() -> None:
-    """Unchanged schedules, two GPUs, in checking mode."""
-    on_ranks("all_strategies", 2, backend="nccl", variants=VARIANTS)
 
 
 def test_a_probed_gpu_is_as_fast_as_its_maker_says_and_no_faster(tmp_path: Path) -> None:

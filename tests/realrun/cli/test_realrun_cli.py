@@ -10,15 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Command, in_process, python
-from ranks import realrun
+from commands import Command, python
+from ranks import realrun_on_ranks
 
 pytest.importorskip("torch")
 
 from co2sim import Layout, Question
 from co2sim.prediction import driver
 from realrun import record
-from realrun.cli import main
 
 CLUSTER = """
 name = "this machine"
@@ -32,16 +31,6 @@ inter = { bandwidth = "1 GB/s", latency = "50 us" }
 """
 
 
-@pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run `realrun` in this process, in a folder with cluster.toml: exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    return in_process("realrun", main, monkeypatch, capsys)
-
-
 RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
 
 
@@ -49,7 +38,7 @@ RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    done = realrun(
+    done = realrun_on_ranks(
         tmp_path, 2, *RUN, *["-s", "ddp", "-s", "co2.published:tau=2", "--check", "--json"]
     )
     assert done.returncode == 0, done.stderr
@@ -77,12 +66,13 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     ],
 )
 def test_numbers_to_be_chosen_are_refused_with_a_command_that_names_them(
-    cli: Command, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+    realrun: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """Before a rank or a lab starts; the command works as it is printed, and says the batch."""
     from co2sim.cli import main as co2sim  # noqa: PLC0415 - for this test
 
-    code, out, err = cli(*words, "-c", "cluster.toml", "-m", "tiny-5m")
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    code, out, err = realrun(*words, "-c", "cluster.toml", "-m", "tiny-5m")
     assert (code, out, err.count("\n")) == (2, "", 1)
     program, *arguments = shlex.split(err.split("`")[1])
     assert program == "co2sim"
@@ -176,7 +166,7 @@ def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path
     """Products in fp8, and an optimizer of the host: nothing is written."""
     name, _, value = asked.partition("=")
     case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", f"--{name}", value)
-    done = realrun(tmp_path, 1, *case, "--kernels", "flops")
+    done = realrun_on_ranks(tmp_path, 1, *case, "--kernels", "flops")
     assert done.returncode == 2
     assert f"{asked} is predicted only" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -186,7 +176,7 @@ def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path
 def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
     """All weights are gathered, and gradients of adapters alone reduced; the record says so."""
     asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "fsdp", "--lora", "4", "--rounds", "1")
-    done = realrun(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
+    done = realrun_on_ranks(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
     assert done.returncode == 0, done.stderr
     kept = record.read(tmp_path / "out" / "fsdp")
     assert kept.case.lora == 4

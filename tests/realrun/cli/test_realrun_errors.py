@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Command, in_process, refused
+from commands import Command, refused
 from test_realrun_cli import CLUSTER
 
 pytest.importorskip("torch")
 
-from realrun.cli import main
 from realrun.train import checkpoint, folder
 from realrun.train.settings import TrainSettings
 
@@ -70,14 +69,10 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cli(
-    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
+def cli(there: Path, realrun: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run `realrun` in it."""
     monkeypatch.chdir(there)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return in_process("realrun", main, monkeypatch, capsys)
+    return realrun
 
 
 @pytest.mark.parametrize(("line", "token"), refused("realrun-refused.txt", **WORDS))

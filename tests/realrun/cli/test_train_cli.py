@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Command, in_process, python
+from commands import Command, python
 from places import ROOT
-from ranks import realrun
+from ranks import realrun_on_ranks
 from torch import nn
 
 from co2sim import Question, strategies
 from co2sim.common.errors import OptionError
 from co2sim.prediction import driver
-from realrun.cli import main
 from realrun.errors import LabError
 from realrun.execute import world
 from realrun.lab.lab import check_machine
@@ -36,22 +35,11 @@ CO2 = (*TRAIN, "-s", "co2.published", "--tau", "4", "--outer", "momentum=0.2,cli
 WORDS = (*CO2, "--checkpoint-every", "6")
 
 
-@pytest.fixture
-def here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run `realrun` in an empty folder, in this process."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    return in_process("realrun", main, monkeypatch, capsys)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with a whole training of two ranks in out, and what it printed."""
     place = tmp_path_factory.mktemp("trained")
-    done = realrun(place, 2, *WORDS)
+    done = realrun_on_ranks(place, 2, *WORDS)
     assert done.returncode == 0, done.stderr
     return place, done.stdout
 
@@ -109,13 +97,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_offered_one_goes_on_bit_for_bit
     data = bytearray((last / "rank1.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
     (last / "rank1.safetensors").write_bytes(data)
-    done = realrun(tmp_path, 2, *WORDS, "--resume")
+    done = realrun_on_ranks(tmp_path, 2, *WORDS, "--resume")
     assert (done.returncode, (tmp_path / "err1").read_text()) == (1, "")
     (line,) = (text for text in done.stderr.splitlines() if not re.search(r": step \d+ of", text))
     assert "step-000024: rank 1: rank1.safetensors: " in line
     offered = line.partition(" with ")[2]
     assert offered == "--resume --from-step 18"
-    again = realrun(tmp_path, 2, *WORDS, *offered.split())
+    again = realrun_on_ranks(tmp_path, 2, *WORDS, *offered.split())
     assert again.returncode == 0, again.stderr
     assert ends_alike(trained[0], tmp_path)
     Saved.of(last).check(last)
@@ -208,7 +196,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of parts of its own
 def test_every_strategy_of_the_package_can_be_trained(
-    here: Command, monkeypatch: pytest.MonkeyPatch
+    realrun: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is refused for want of an algorithm, and each says how its ranks share.
 
@@ -221,15 +209,15 @@ def test_every_strategy_of_the_package_can_be_trained(
         assert (name in IN_EVERY_STEP) != (name in LOCAL_UPDATES)
     mine = type("Mine", (strategies.CO2,), {"name": "mine", "__slots__": ()})
     monkeypatch.setitem(strategies.STRATEGIES, "mine", mine)
-    ended = here("train", "--nproc", "2", "-s", "mine")
+    ended = realrun("train", "--nproc", "2", "-s", "mine")
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert "mine has no training algorithm" in ended.err
     with pytest.raises(OptionError, match="mine"):
         parallelize.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
-def test_what_is_trained_can_be_predicted(here: Command, tmp_path: Path) -> None:
+def test_what_is_trained_can_be_predicted(realrun: Command, tmp_path: Path) -> None:
     """The file of --describe is a model of co2sim, of as many parameters."""
-    (tmp_path / "model.toml").write_text(here("train", "--size", "mini", "--describe").out)
+    (tmp_path / "model.toml").write_text(realrun("train", "--size", "mini", "--describe").out)
     case = Question(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
     assert driver.run(case).model == f"GPT of {GPTS['mini'].parameters} parameters"

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import realrun
+from ranks import realrun_on_ranks
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
@@ -400,7 +400,7 @@ def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> N
     """Two ranks: a file with every number measured but the network, and a figure."""
     pytest.importorskip("torch")
     options = ("--budget", "1 s", "--max-size", "64 KiB", "--out", "here.toml")
-    done = realrun(tmp_path, 2, "probe", *options)
+    done = realrun_on_ranks(tmp_path, 2, "probe", *options)
     assert done.returncode == 0, done.stderr
     assert "memory bandwidth" in done.stdout
     probed = load_cluster(str(tmp_path / "here.toml")).value

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks, realrun
+from ranks import on_ranks, realrun_on_ranks
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
@@ -232,7 +232,7 @@ def test_a_training_leaves_estimates_and_commands_that_run(
 ) -> None:
     """A table with all points, estimate.json, and commands that co2analysis takes."""
     more = "--steps 6 --warmup 2 -s co2.published:tau=2 --estimate"
-    done = realrun(tmp_path, 2, *TINY, *more.split())
+    done = realrun_on_ranks(tmp_path, 2, *TINY, *more.split())
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "estimate.json").read_text())
     assert re.search(r"after step 0 +after step 3 +after step 5 +for the bound", done.stdout)

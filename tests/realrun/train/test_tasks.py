@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-from ranks import realrun
+from ranks import realrun_on_ranks
 from scipy.spatial import cKDTree
 
 from realrun.train.log import read
@@ -155,7 +155,7 @@ def test_points_lie_on_their_surface() -> None:
 def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
     """On two ranks with CO2; the log has an accuracy where places have classes."""
     options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 -o o -s co2.published:tau=2"
-    done = realrun(tmp_path, 2, "train", *options.split())
+    done = realrun_on_ranks(tmp_path, 2, "train", *options.split())
     assert done.returncode == 0, done.stderr
     last = read(tmp_path / "o")[-1]
     assert last.step == 8
