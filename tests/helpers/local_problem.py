@@ -1,6 +1,8 @@
 """A small training problem whose workers differ: the same for ranks and for references."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +40,16 @@ def said(call: Callable[[], object]) -> str:
     except (Co2simError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is warned of within."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught if "deprecated" not in str(each.message)]
 
 
 LATE = ("delay", "keep", "predict", "fragments", "preview")

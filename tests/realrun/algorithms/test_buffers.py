@@ -1,8 +1,6 @@
 """Buffers, frozen weights and other modules of every kind end alike on all ranks, or are named."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from local_problem import warned
 from ranks import everywhere, ranked
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -75,16 +74,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> N
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Of the weights that are trained."""
     return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """What is warned of within."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(each.message) for each in caught if "deprecated" not in str(each.message)]
 
 
 def numbers(tensor: Tensor) -> list[str]:
@@ -168,7 +157,7 @@ def test_buffers_of_every_layout_start_from_the_first_rank_and_end_with_the_mean
 def test_buffers_without_a_mean_stay_as_they_are(world: World) -> None:
     """Quantized and meta ones; codes of a subclass are sent, what cannot be read is named."""
     codes, scale = torch.arange(4, dtype=torch.int8), torch.tensor(0.5)
-    with heard() as made:
+    with warned() as made:
         model = linear(
             quantized=torch.quantize_per_tensor(torch.arange(3.0), 0.1, 0, torch.qint8),
             nowhere=torch.zeros(3, device="meta"),
@@ -179,7 +168,7 @@ def test_buffers_without_a_mean_stay_as_they_are(world: World) -> None:
     (text,) = made
     assert "'closed'" in text
     train(model, algorithm.optimizers[0], world)
-    with heard() as ended:
+    with warned() as ended:
         algorithm.finish()
     assert not ended
     assert model.pair.codes.tolist() == [0, 1, 2, 3]
@@ -199,7 +188,7 @@ def test_elements_that_are_not_finite_on_one_rank_are_left_out_and_named(
     model.moving[0, 0] = world.rank
     model.bad.copy_(torch.tensor([1.0, NAN, INF] if world.rank else [0.0, 4.0, 4.0]))
     also.module.seen[0] = INF if world.rank else 7.0
-    with heard() as texts:
+    with warned() as texts:
         if way == "finish":
             algorithm.finish(also)
         else:
@@ -230,7 +219,7 @@ def test_a_rank_without_data_gives_nothing_to_buffers_counts_and_frozen_weights(
     model = nn.Sequential(norm, layer, teacher)
     also = AveragedModel(nn.Linear(2, 1))
     optimizer = sgd(model)
-    with heard() as texts, LocalSGD(model, optimizer, tau=2) as local, local.join(also):
+    with warned() as texts, LocalSGD(model, optimizer, tau=2) as local, local.join(also):
         if world.rank:
             for _ in range(2):
                 optimizer.zero_grad()
@@ -266,9 +255,9 @@ def test_buffers_that_differ_between_ranks_are_kept_and_named(world: World) -> N
         model.gone = None
         model.register_buffer("new", torch.ones(2))
     model.mean.fill_(world.rank)
-    with heard() as within, algorithm.consensus(buffers=True):
+    with warned() as within, algorithm.consensus(buffers=True):
         assert model.mean.tolist() == [0.5] * 3
-    with heard() as texts:
+    with warned() as texts:
         algorithm.finish(*([linear()] if world.rank else []))
     names = [text.split("'")[1] for text in texts]
     assert set(names) == {

@@ -25,6 +25,7 @@ from local_problem import (
     set_vector,
     train,
     vector,
+    warned,
 )
 from ranks import everywhere, on_ranks, ranked
 from restarted_rank import resumed_in_the_second_attempt
@@ -131,13 +132,11 @@ def test_a_worker_that_is_not_finite_continues_from_the_anchor(world: World) -> 
     """
     for name, steps, bad_step, ranks, options in NOT_FINITE:
         model, optim = sliding()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with algorithm_of(name, model, optim, on_nonfinite="anchor", **options):
-                for step in range(steps):
-                    slide(model, optim, spoilt=step == bad_step and world.rank in ranks)
+        with warned() as texts, algorithm_of(name, model, optim, on_nonfinite="anchor", **options):
+            for step in range(steps):
+                slide(model, optim, spoilt=step == bad_step and world.rank in ranks)
         assert np.allclose(vector(model), steps, atol=1e-5), (name, options)
-        assert len(caught) == (world.rank in ranks)
+        assert len(texts) == (world.rank in ranks)
 
 
 @ranked(3)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from local_problem import co2_of, loss, network, optimizer, said, slopes, train, vector
+from local_problem import co2_of, loss, network, optimizer, said, slopes, train, vector, warned
 from ranks import everywhere, ranked
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -364,11 +364,10 @@ def test_averages_that_something_hidden_takes_back_are_warned_of(world: World) -
     """A flat master in an object that nobody looks into; a plain optimizer is not."""
     for kind, hidden in ((Hidden, True), (torch.optim.SGD, False)):
         model = network()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warned() as texts:
             trained(model, of(kind)(model), world.rank, steps=24, tau=4)
-        assert any("steps take back" in str(each.message) for each in caught) == hidden
-        assert hidden or not caught
+        assert any("steps take back" in text for text in texts) == hidden
+        assert hidden or not texts
 
 
 @ranked(2)
