@@ -34,7 +34,10 @@ def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
 
 
 def said(call: Callable[[], object]) -> str:
-    """Type and text of the error for users that a call ends with; nothing where it ends well."""
+    """Type and text of the error for users that a call ends with; nothing where it ends well.
+
+    On a rank rather than `pytest.raises`, whose `as` keeps process groups until a collection.
+    """
     try:
         call()
     except (Co2simError, ValueError) as error:
