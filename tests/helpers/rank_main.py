@@ -53,6 +53,7 @@ def serve(
         os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
         os.environ["LOCAL_RANK"] = str(world.rank % per_node)
         torch.manual_seed(0)
+        gc.collect()  # what the call before left, such as process groups, goes on all ranks alike
         try:
             called = getattr(import_module(module), function)
             answer = getattr(called, "__wrapped__", called)(world, **arguments)
