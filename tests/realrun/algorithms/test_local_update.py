@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -113,24 +111,15 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     np.testing.assert_allclose(histories(answers, 4), wanted, rtol=2.0**-7, atol=1e-5)
 
 
-@contextmanager
-def serial() -> Iterator[None]:
-    """Every average is waited for where it is launched."""
-    launch = Average.launch
-
-    def wait_at_once(self: Average, values: torch.Tensor, number: int) -> PendingAverage:
-        flight = launch(self, values, number)
-        flight.wait()
-        return flight
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Average, "launch", wait_at_once)
-        yield
-
-
 @ranked(3)
 def test_equal_runs_give_equal_bits(world: World) -> None:
     """Overlapped is serial; CO2 with staleness 0 is SlowMo, which is LocalSGD without momentum."""
+    launch = Average.launch
+
+    def launch_and_wait(self: Average, values: torch.Tensor, number: int) -> PendingAverage:
+        flight = launch(self, values, number)
+        flight.wait()
+        return flight
 
     def run(name: str, **options: Any) -> list[list[float]]:
         problem = {"inner": "momentum", "rounds": 6, "model": "float32"}
@@ -151,7 +140,8 @@ def test_equal_runs_give_equal_bits(world: World) -> None:
         ("OverlapLocalSGD", {}),
     ):
         overlapped = run(name, tau=3, bucket_mib=SMALL, **options)
-        with serial():
+        with pytest.MonkeyPatch.context() as serial:
+            serial.setattr(Average, "launch", launch_and_wait)
             assert overlapped == run(name, tau=3, bucket_mib=SMALL, **options), (name, options)
     momentum = {"tau": 2, "outer_momentum": 0.7, "outer_lr": 0.8}
     slow = run("SlowMo", **momentum)

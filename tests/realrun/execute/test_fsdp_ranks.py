@@ -1,5 +1,6 @@
 """FSDP: torch's own fully_shard, on four ranks, asks for the collectives of the schedule."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from ranks import ranked
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workers import listening
@@ -26,23 +27,10 @@ KINDS = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter", "all_reduce
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-class Stack(nn.Module):
-    """An embedding, layers of WIDTH x WIDTH and a head twice as wide."""
-
-    def __init__(self) -> None:
-        """Every tensor divides by the ranks, so that nothing is padded."""
-        super().__init__()
-        self.embedding = nn.Linear(8, WIDTH, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A number."""
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(x)
-        return out.sum()
+def stack() -> nn.Sequential:
+    """An embedding, layers of WIDTH x WIDTH and a head twice as wide; ranks divide all evenly."""
+    widths = [8, *[WIDTH] * (LAYERS + 1), 2 * WIDTH]
+    return nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(widths)))
 
 
 def asked(world: World, strategy: FSDP, micro_steps: int) -> list[list[Any]]:
@@ -55,8 +43,8 @@ def asked(world: World, strategy: FSDP, micro_steps: int) -> list[list[Any]]:
         mesh = init_device_mesh("cpu", (ranks // size, size), mesh_dim_names=names)
     reduce = {name: dtype for dtype, name in TYPES.items()}[strategy.reduce]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
-    model = Stack()
-    for layer in model.layers:
+    model = stack()
+    for layer in model[1:-1]:
         kept = strategy.reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=kept)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -67,7 +55,7 @@ def asked(world: World, strategy: FSDP, micro_steps: int) -> list[list[Any]]:
                 model.set_requires_gradient_sync(last)
                 if strategy.reshard_after_forward is False:
                     model.set_reshard_after_backward(last)
-            model(torch.ones(2, 8)).backward()
+            model(torch.ones(2, 8)).sum().backward()
     return [
         [KINDS[name], group.size(), TYPES[large.dtype], large.numel()]
         for name, group, large in heard
