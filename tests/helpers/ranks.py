@@ -39,6 +39,8 @@ LOADED = (
     "realrun.measure",
     "realrun.train.loop",
 )
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(list(LOADED))
 
 
 class Forked:
@@ -72,15 +74,13 @@ def _start(
     **environment: str,
 ) -> list[RankProcess]:
     """Fork ranks that call `target(environment, folder, *arguments)`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
     ranks = []
     for rank in range(nproc):
         place = rank_environment(
             rank, nproc, local_world_size=nproc, address="127.0.0.1", port=port
         )
         whole = {**os.environ, **place, **environment}
-        process = context.Process(target=target, args=(whole, str(folder), *arguments), daemon=True)
+        process = CONTEXT.Process(target=target, args=(whole, str(folder), *arguments), daemon=True)
         process.start()
         ranks.append(RankProcess(rank, Forked(process)))  # type: ignore[arg-type]
     return ranks

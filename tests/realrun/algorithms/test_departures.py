@@ -28,7 +28,6 @@ from local_problem import (
     warned,
 )
 from ranks import everywhere, on_ranks, ranked
-from restarted_rank import resumed_in_the_second_attempt
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -237,6 +236,38 @@ def lose(world: World, phase: str, victims: list[int], how: str) -> None:
                 pass
             fails("end")
     assert list(lost.value.ranks) == victims, lost.value
+
+
+def resumed_in_the_second_attempt(folder: str) -> tuple[int, list[float]]:
+    """In the first one rank 1 raises; gives the step at which the second begins, and its end."""
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+    # torchrun keeps its store, in which torch 2.13 would find the addresses of the attempt before
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"attempt{attempt}", dist.TCPStore(*address, is_master=False)),
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=60),
+    )
+    model, optim, local = begun("LocalSGD", tau=2)
+    saved = Path(folder) / f"state-{rank}"
+    with local:
+        first = 0
+        if saved.exists():
+            state = torch.load(saved)
+            model.load_state_dict(state["model"])
+            local.load_state_dict(state["local"])
+            first = local.stats().steps
+        for step in range(first, 6):
+            if (attempt, rank, step) == ("0", 1, 3):
+                raise ValueError("bad sample")
+            train(model, optim, rank, range(step, step + 1))
+            if step == 1:
+                torch.save({"model": model.state_dict(), "local": local.state_dict()}, saved)
+                dist.barrier()  # rank 0 is ended by torchrun once rank 1 has raised
+    dist.destroy_process_group()
+    return first, vector(model).tolist()
 
 
 def test_a_restarted_training_reads_no_notes_of_the_attempt_before(tmp_path: Path) -> None:
