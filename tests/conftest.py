@@ -84,6 +84,19 @@ def cli(
 
 
 @pytest.fixture
+def realrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Run `realrun` in an empty folder; gives exit code, output and errors."""
+    from realrun.cli import main as realrun_main  # noqa: PLC0415 - as below
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return in_process("realrun", realrun_main, monkeypatch, capsys)
+
+
+@pytest.fixture
 def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run `co2analysis`; gives exit code, output and errors."""
     from analysis.cli import main as analysis_main  # noqa: PLC0415 - most tests need none of it

@@ -9,6 +9,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
 from local_problem import co2_of, said
+from ranks import everywhere
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -56,44 +57,41 @@ class Training:
         return numbers(self.model)
 
 
-def trained(_: World, folder: str, cases: list[dict[str, Any]], stop: int) -> list[dict[str, Any]]:
-    """Three epochs; the same batches in a loop of our own; on from a checkpoint within a round."""
-    return [_trained(Path(folder) / str(options), options, stop) for options in cases]
+def trains_as_a_loop_of_ones_own(_: World, folder: Path, options: dict[str, Any]) -> None:
+    """Three epochs, bit for bit; on from a checkpoint within a round, whose model is the consensus.
 
-
-def _trained(place: Path, options: dict[str, Any], stop: int) -> dict[str, Any]:
+    All ranks end alike.
+    """
     whole = Training(options)
     whole.run()
     end = whole.finish()
-    part = Training(options)
-    part.run(until=stop)
-    part.accelerator.save_state(str(place))
+    assert everywhere(end) == [end] * 2
+    assert end == own_loop(whole.model.seen, options, whole.rates)
+    part, saved = Training(options), folder / "saved"
+    part.run(until=9)
+    part.accelerator.save_state(str(saved))
     with part.co2.consensus(buffers=True):
-        kept = numbers(part.model)
-    own = numbers(part.model)
+        consensus = numbers(part.model)
+    live = numbers(part.model)
     part.co2.close()
     part.accelerator.free_memory()
     plain = Network(seed=3)
-    plain.load_state_dict(load_file(place / "model.safetensors"))
+    plain.load_state_dict(load_file(saved / "model.safetensors"))
+    assert numbers(plain) == consensus != live
+    files = sorted(each.name for each in (saved / "local_updates").iterdir())
+    assert files == ["rank0.safetensors", "rank1.safetensors", "state.json"]
     again = Training(options, seed=1)
-    again.accelerator.load_state(str(place))
-    went_on = numbers(again.model) == own
-    again.run(stop)
-    return {
-        "end": end,
-        "own": own_loop(whole.model.seen, options, whole.rates),
-        "went on": went_on,
-        "again": again.finish(),
-        "saved": numbers(plain) == kept != own,
-        "files": sorted(one.name for one in (place / "local_updates").iterdir()),
-    }
+    again.accelerator.load_state(str(saved))
+    assert numbers(again.model) == live
+    again.run(9)
+    assert again.finish() == end
 
 
-def refused(_: World, **__: str) -> list[str]:
-    """What is sharded, and half precision with a scaler."""
-    told = []
-    for state in (("FSDP", "no"), ("MULTI_GPU", "fp16")):
-        given: Any = SimpleNamespace(distributed_type=state[0], mixed_precision=state[1])
+def refuses_shards_and_a_scaler(_: World, folder: Path) -> None:
+    """In one line that says what to use instead."""
+    del folder
+    for kind, precision, words in (("FSDP", "no", "FSDP"), ("MULTI_GPU", "fp16", "'fp16'")):
+        state: Any = SimpleNamespace(distributed_type=kind, mixed_precision=precision)
         network = Network()
-        told.append(said(lambda: prepare(given, co2_of, network, adam(network), tau=4)))  # noqa: B023
-    return told
+        heard = said(lambda: prepare(state, co2_of, network, adam(network), tau=4))  # noqa: B023
+        assert words in heard

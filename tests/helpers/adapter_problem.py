@@ -9,6 +9,8 @@ from local_problem import co2_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from realrun.execute.world import World
+
 ROWS, BATCH, EPOCHS = 48, 4, 3
 """On two ranks six steps an epoch, in no case a multiple of tau=4."""
 
@@ -65,3 +67,12 @@ def own_loop(
         optim.step()
     co2.finish(buffers=True)
     return numbers(model)
+
+
+def check_bad_batch(world: World, heard: str) -> None:
+    """What ranks hear of the exception of rank 1, the first one by its name."""
+    if world.rank:
+        assert heard == "ValueError: a bad batch"
+    else:
+        assert heard.startswith("RankFailure: ")
+        assert "rank 1 raised ValueError" in heard

@@ -1,15 +1,18 @@
 """Commands run in this process: what they print and how they end; how far another has come."""
 
+import os
+import subprocess
 import sys
+from ast import literal_eval
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from places import DATA
+from places import DATA, ROOT
 
 
 class Ended(NamedTuple):
@@ -38,6 +41,41 @@ def in_process(
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
 
     return call
+
+
+def python(folder: Path, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """How `python WORDS` ends in a folder, with what this process can import; in five minutes."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def row(line: str) -> list[Any]:
+    """The words of a line, and last what its options NAME=VALUE say."""
+    words = line.split()
+    pairs = (word.split("=", 1) for word in words if "=" in word)
+    options = {name: _value(text) for name, text in pairs}
+    return [*(word for word in words if "=" not in word), options]
+
+
+def rows(name: str) -> list[list[Any]]:
+    """Those of a file of `tests/data`."""
+    lines = (DATA / name).read_text().splitlines()
+    return [row(line) for line in lines if not line.startswith("#")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except ValueError:
+        return text
 
 
 def refused(name: str, **words: str) -> list[tuple[str, str]]:

@@ -6,9 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from adapter_problem import BATCH, EPOCHS, Network, adam, numbers, own_loop, rows
+from adapter_problem import BATCH, EPOCHS, Network, adam, check_bad_batch, numbers, own_loop, rows
 from lightning.pytorch.callbacks import ModelCheckpoint
 from local_problem import co2_of, said
+from ranks import everywhere
 from torch.utils.data import DataLoader
 
 from realrun.adapters.lightning import LocalUpdateStrategy
@@ -64,75 +65,60 @@ def _fit(
     return numbers(module.network)
 
 
-def trained(world: World, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Three epochs; the same batches in a loop of our own; what validation saw and files hold."""
-    return [_trained(world, Path(folder) / str(options), options) for options in cases]
-
-
-def _trained(world: World, place: Path, options: dict[str, Any]) -> dict[str, Any]:
-    module, trainer = Module(), _trainer(place, options)
+def trains_as_a_loop_of_ones_own(world: World, folder: Path, options: dict[str, Any]) -> None:
+    """Three epochs, bit for bit; all ranks end alike, and validate what a checkpoint holds."""
+    module, trainer = Module(), _trainer(folder, options)
     end = _fit(world, trainer, module, 0)
-    saved = torch.load(place / "step=6.ckpt", weights_only=True)["state_dict"]
+    assert everywhere(end) == [end] * 2
+    assert end == own_loop(module.network.seen, options)
+    assert everywhere(module.validated) == [module.validated] * 2
     plain = Module(seed=3)
-    plain.load_state_dict(saved)
-    return {
-        "end": end,
-        "own": own_loop(module.network.seen, options),
-        "validated": module.validated,
-        "saved": numbers(plain.network),
-        "files": sorted(one.name for one in place.iterdir()),
-        "seen": [one.tolist() for one in module.network.seen[0]],
-    }
+    plain.load_state_dict(torch.load(folder / "step=6.ckpt", weights_only=True)["state_dict"])
+    assert numbers(plain.network) in module.validated
+    first, second = everywhere([each.tolist() for each in module.network.seen[0]])
+    assert first != second
+    names = [f"step={step}.ckpt{end}" for step in (12, 18, 6) for end in ("", ".ranks")]
+    assert sorted(each.name for each in folder.iterdir()) == ["last.ckpt", *names]
 
 
-def resumed(world: World, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, bool]]:
-    """Without a stop, and from each checkpoint."""
-    return [_resumed(world, Path(folder) / f"resumed {options}", options) for options in cases]
-
-
-def _resumed(world: World, place: Path, options: dict[str, Any]) -> dict[str, bool]:
-    end = _fit(world, _trainer(place, options), Module(), 0)
-    again = {}
+def resumes_bit_for_bit(world: World, folder: Path, options: dict[str, Any]) -> None:
+    """From the middle of two rounds, and from the end, by a link."""
+    end = _fit(world, _trainer(folder, options), Module(), 0)
     for name in ("step=6.ckpt", "step=12.ckpt", "last.ckpt"):
-        module = Module(seed=1)
-        other = place / "again" / name
-        again[name] = _fit(world, _trainer(other, options), module, 50, place / name) == end
-    return again
+        again = _trainer(folder / "again" / name, options)
+        assert _fit(world, again, Module(seed=1), 50, folder / name) == end
 
 
-def other_checkpoints(world: World, folder: str) -> dict[str, Any]:
-    """Of DDP; without the ranks' files; with one that is damaged; removed ones."""
-    place, options = Path(folder) / "other", {"tau": 4}
-    ddp = _trainer(place / "ddp", options, strategy="ddp", max_epochs=1)
+def reads_other_checkpoints(world: World, folder: Path) -> None:
+    """Of DDP; removed ones leave nothing; a damaged and a missing file end in one line."""
+    options = {"tau": 4}
+    ddp = _trainer(folder / "ddp", options, strategy="ddp", max_epochs=1)
     ended = _fit(world, ddp, Module(), 0)
-    module = Module(seed=1)
-    _fit(
-        world, _trainer(place / "from", options, max_epochs=2), module, 0, place / "ddp/step=6.ckpt"
-    )
-    few = ModelCheckpoint(place / "few", "{step}", save_top_k=1, every_n_epochs=1)
-    _fit(world, _trainer(place / "few", options, callbacks=[few]), Module(), 0)
-    left = sorted(one.name for one in (place / "few").iterdir())
-    dist.barrier()
-    told = []
-    source = place / "few/step=18.ckpt"
+    module, trainer = Module(seed=1), _trainer(folder / "from", options, max_epochs=2)
+    _fit(world, trainer, module, 0, folder / "ddp/step=6.ckpt")
+    assert module.validated[0] == ended
+    few = ModelCheckpoint(folder / "few", "{step}", save_top_k=1, every_n_epochs=1)
+    _fit(world, _trainer(folder / "few", options, callbacks=[few]), Module(), 0)
+    left = sorted(each.name for each in (folder / "few").iterdir())
+    assert left == ["step=18.ckpt", "step=18.ckpt.ranks"]
+    source = folder / "few/step=18.ckpt"
     ranks = Path(f"{source}.ranks")
-    for harm in (
-        lambda: (ranks / "step18/rank1.safetensors").write_bytes(b"no"),
-        lambda: ranks.rename(place / "gone"),
+    for harm, words in (
+        (lambda: (ranks / "step18/rank1.safetensors").write_bytes(b"no"), "rank1.safetensors"),
+        (lambda: ranks.rename(folder / "gone"), "state.json"),
     ):
         dist.barrier()
         if not world.rank:
             harm()
         dist.barrier()
-        trainer = _trainer(place / "bad", options, max_epochs=4)
-        told.append(said(lambda: _fit(world, trainer, Module(), 0, source)))  # noqa: B023
-    return {"began": module.validated[0] == ended, "left": left, "told": told}
+        trainer = _trainer(folder / "bad", options, max_epochs=4)
+        assert words in said(lambda: _fit(world, trainer, Module(), 0, source))  # noqa: B023
 
 
-def broken(world: World, folder: str) -> dict[str, Any]:
-    """An exception on the second rank."""
-    module, trainer = Module(breaks=7 if world.rank else -1), _trainer(Path(folder), {"tau": 4})
-    return {"told": said(lambda: _fit(world, trainer, module, 0))}
+def ends_all_by_an_exception_on_one(world: World, folder: Path) -> None:
+    """Long before the deadline; the other one names the rank and its exception."""
+    module, trainer = Module(breaks=7 if world.rank else -1), _trainer(folder, {"tau": 4})
+    check_bad_batch(world, said(lambda: _fit(world, trainer, module, 0)))
 
 
 class Stop(pl.Callback):
@@ -144,7 +130,12 @@ class Stop(pl.Callback):
         trainer.should_stop = trainer.global_rank == 1 and trainer.global_step == 5
 
 
-def stopped(world: World, folder: str) -> dict[str, Any]:
-    """What is said where one rank stops."""
-    trainer = _trainer(Path(folder), {"tau": 4}, callbacks=[Stop()])
-    return {"told": said(lambda: _fit(world, trainer, Module(), 0))}
+def ends_all_by_an_early_stop_on_one(world: World, folder: Path) -> None:
+    """Long before the deadline: both sides name rank 1, and the numbers of steps of both."""
+    trainer = _trainer(folder, {"tau": 4}, callbacks=[Stop()])
+    heard = said(lambda: _fit(world, trainer, Module(), 0))
+    if world.rank:
+        assert "rank 1 has taken 5" in heard
+    else:
+        assert heard.startswith("RankFailure: ")
+        assert "rank 1 is at " in heard

@@ -1,11 +1,14 @@
 """A small training problem whose workers differ: the same for ranks and for references."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from co2sim.common.errors import Co2simError
 from realrun import algorithms
@@ -31,12 +34,25 @@ def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
 
 
 def said(call: Callable[[], object]) -> str:
-    """Type and text of the error for users that a call ends with; nothing where it ends well."""
+    """Type and text of the error for users that a call ends with; nothing where it ends well.
+
+    On a rank rather than `pytest.raises`, whose `as` keeps process groups until a collection.
+    """
     try:
         call()
     except (Co2simError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is warned of within."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught if "deprecated" not in str(each.message)]
 
 
 LATE = ("delay", "keep", "predict", "fragments", "preview")
@@ -69,6 +85,15 @@ def algorithm_of(name: str, model: nn.Module, optim: Any, **options: Any) -> Loc
     return algorithm
 
 
+def begun(
+    name: str = "CO2", inner: str = "sgd", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Model and optimizer of the problem, and an algorithm of both."""
+    model = network()
+    optim = optimizer(model, inner)
+    return model, optim, algorithm_of(name, model, optim, **options)
+
+
 def batch(worker: int, step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     """What a worker sees in a step: workers have different targets."""
     generator = torch.Generator().manual_seed(1000 * worker + step)
@@ -84,17 +109,23 @@ def loss(model: nn.Module, worker: int, step: int) -> Tensor:
     return (model(given.to(like)) - wanted.to(like)).square().mean()
 
 
+def slopes(model: nn.Module, worker: int, step: int) -> None:
+    """The gradients of a step."""
+    model.zero_grad()
+    loss(model, worker, step).backward()
+
+
 def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: range) -> None:
     """Plain steps; whatever hangs on the optimizer's hook happens inside."""
     for step in steps:
-        optim.zero_grad()
-        loss(model, worker, step).backward()
+        slopes(model, worker, step)
         optim.step()
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters in one row, in fp32, on the CPU."""
-    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()])
+    """All parameters in one row, gathered, in fp32, on the CPU."""
+    wholes = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return torch.cat([whole.detach().float().cpu().reshape(-1) for whole in wholes])
 
 
 def set_vector(model: nn.Module, values: Tensor) -> None:
@@ -105,3 +136,26 @@ def set_vector(model: nn.Module, values: Tensor) -> None:
             part = values[at : at + parameter.numel()].view_as(parameter)
             parameter.copy_(part)
             at += parameter.numel()
+
+
+def followed(
+    case: dict[str, Any],
+    algorithm: LocalUpdate,
+    steps: Callable[[range], None],
+    held: Callable[[], Tensor],
+) -> dict[str, Any]:
+    """What is `held` after each round of a case, and the algorithm's stats."""
+    tau, history, stats = case["options"]["tau"], [], []
+    with algorithm:
+        for t in range(case["rounds"]):
+            steps(range(t * tau, (t + 1) * tau))
+            history.append(held().tolist())
+            stats.append(algorithm.stats())
+    return {
+        "history": history,
+        "penalties": [each.penalty for each in stats],
+        "clipped": stats[-1].clipped,
+        "residual": stats[-1].clip_residual,
+        "counts": [stats[-1].rounds, stats[-1].steps],
+        "sent": stats[-1].bytes_sent,
+    }

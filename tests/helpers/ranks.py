@@ -1,10 +1,11 @@
 """Ranks for tests, forked from one process that has loaded PyTorch.
 
-A rank that is started as a program needs seconds of a core to load it, a forked one none. Functions
-are called on ranks that stay: they have joined once, and their process group stays up.
+A rank that is started as a program needs seconds of a core to load it, a forked one none. Tests and
+functions are called on ranks that stay: they have joined once, and their process group stays up.
 """
 
 import atexit
+import inspect
 import json
 import multiprocessing
 import os
@@ -15,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from functools import wraps
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import rank_main
 
 from realrun.launch.launcher import GRACE, host_store, rank_environment
@@ -36,6 +39,8 @@ LOADED = (
     "realrun.measure",
     "realrun.train.loop",
 )
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(list(LOADED))
 
 
 class Forked:
@@ -69,15 +74,13 @@ def _start(
     **environment: str,
 ) -> list[RankProcess]:
     """Fork ranks that call `target(environment, folder, *arguments)`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
     ranks = []
     for rank in range(nproc):
         place = rank_environment(
             rank, nproc, local_world_size=nproc, address="127.0.0.1", port=port
         )
         whole = {**os.environ, **place, **environment}
-        process = context.Process(target=target, args=(whole, str(folder), *arguments), daemon=True)
+        process = CONTEXT.Process(target=target, args=(whole, str(folder), *arguments), daemon=True)
         process.start()
         ranks.append(RankProcess(rank, Forked(process)))  # type: ignore[arg-type]
     return ranks
@@ -122,22 +125,24 @@ class _Pool:
         for one in theirs:
             one.close()
 
-    def call(self, given: tuple[Any, ...], dies: Sequence[int], limit: float) -> list[Any]:
+    def call(self, given: tuple[Any, ...], dies: Sequence[int]) -> list[Any]:
         """What a function gives on every rank; None for those of `dies`."""
         for connection in self._calls:
             connection.send(given)
-        end, answers = time.monotonic() + limit, []
-        for rank, connection in enumerate(self._calls):
-            if rank in dies:
-                answers.append(None)
-                continue
-            assert connection.poll(max(0.0, end - time.monotonic())), f"rank {rank} hangs"
-            try:
-                well, answer = connection.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} is gone: {self._said(rank)}") from None
-            assert well, answer
-            answers.append(json.loads(answer))
+        answers: list[Any] = [None] * len(self._calls)
+        ranks = {call: rank for rank, call in enumerate(self._calls) if rank not in dies}
+        end = time.monotonic() + 300.0
+        while ranks:
+            ready = wait(list(ranks), max(0.0, end - time.monotonic()))
+            assert ready, f"ranks {sorted(ranks.values())} hang"
+            for connection in ready:
+                rank = ranks.pop(connection)
+                try:
+                    well, answer = connection.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} is gone: {self._said(rank)}") from None
+                assert well, f"rank {rank}: {answer}"
+                answers[rank] = json.loads(answer)
         return answers
 
     def _said(self, rank: int) -> str:
@@ -168,15 +173,14 @@ def on_ranks(
     gpus_per_node: int = 0,
     backend: str = "gloo",
     module: str = "workers",
-    dies: int | Sequence[int] = (),
+    dies: Sequence[int] = (),
     last: bool = False,
-    limit: float = 300.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.
 
     A rank that `dies` gives None. Ranks stay for the next call, unless one fails or `last` says
-    that they cannot go on. All have `limit` seconds.
+    that they cannot go on. All have five minutes.
     """
     key = (nproc, backend)
     pool = _POOLS.pop(key, None)
@@ -187,9 +191,8 @@ def on_ranks(
     stays = False
     try:
         given = (module, function, gpus_per_node or nproc, arguments)
-        lost = (dies,) if isinstance(dies, int) else dies
-        answers = pool.call(given, lost, limit)
-        stays = not lost and not last
+        answers = pool.call(given, dies)
+        stays = not dies and not last
         return answers
     finally:
         if stays:
@@ -198,7 +201,34 @@ def on_ranks(
             pool.end()
 
 
-def realrun(
+def ranked(nproc: int, **how: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that so many ranks make, each with its world, as `on_ranks` calls them.
+
+    Its other arguments are fixtures, which are made once, here, and have to be picklable.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            on_ranks(test.__name__, nproc, module=test.__module__, **how, **fixtures)
+
+        _, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return pytest.mark.dist(run)
+
+    return decorate
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks, on a rank."""
+    from torch import distributed as dist  # noqa: PLC0415 - only ranks need it
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def realrun_on_ranks(
     folder: Path, nproc: int, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`realrun ARGUMENTS` as so many ranks, in a folder; what rank 0 printed."""

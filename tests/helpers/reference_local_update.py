@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from local_problem import network, optimizer, set_vector, train, vector
+from local_problem import RATE, network, optimizer, set_vector, train, vector
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
@@ -239,3 +240,89 @@ def steps_of(
         return vector(models[worker]).double().numpy()
 
     return vector(network(dtype)).double().numpy(), local
+
+
+def case(
+    algorithm: str, inner: str = "sgd", model: str = "float32", rounds: int = 6, **options: Any
+) -> dict[str, Any]:
+    """A case for ranks and for `expected`."""
+    options.setdefault("bucket_mib", 1e-4)
+    if algorithm == "CO2" and "delay" not in options:
+        options = {"outer_momentum": 0.5, "outer_lr": 1.0, "gap": "gap_aware", **options}
+    return {
+        "algorithm": algorithm,
+        "inner": inner,
+        "rounds": rounds,
+        "model": model,
+        "options": options,
+    }
+
+
+_SYMBOLS = {
+    "tau": "tau",
+    "delay": "d",
+    "keep": "keep",
+    "predict": "predict",
+    "clip": "phi",
+    "fragments": "fragments",
+    "preview": "preview",
+    "penalty": "penalty",
+    "outer_lr": "alpha",
+    "outer_momentum": "beta",
+    "staleness": "k",
+    "gap": "gap",
+    "pull": "pull",
+    "anchor_momentum": "b",
+}
+_AT_ONCE = {
+    "LocalSGD": local_sgd,
+    "DiLoCo": diloco,
+    "OverlapLocalSGD": overlap_local_sgd,
+}
+
+
+def expected(problem: dict[str, Any], workers: int, seen: list[Any] | None = None) -> Vector:
+    """What the published equations give for a case, which has to move."""
+    name, inner, dtype = problem["algorithm"], problem["inner"], getattr(torch, problem["model"])
+    symbols = {_SYMBOLS[key]: value for key, value in problem["options"].items() if key in _SYMBOLS}
+    late = "d" in symbols
+    x0, local = steps_of(1 if late else symbols.pop("tau"), inner, workers, dtype)
+    run = (x0, local, workers, problem["rounds"])
+    if late:
+        history = (streaming_diloco if name == "DiLoCo" else late_co2)(*run, **symbols)
+    elif name == "CO2" and symbols.get("k", 1):
+
+        def held(x: Vector) -> Vector:
+            return torch.from_numpy(x).float().to(dtype).double().numpy()
+
+        history = co2(*run, **symbols, seen=seen, held=held)
+    elif name in {"CO2", "SlowMo"}:
+        momentum = {key: symbols[key] for key in ("beta", "alpha")}
+        history = slowmo(*run, **momentum, rate=RATE[inner])
+    else:
+        history = _AT_ONCE[name](*run, **symbols)
+    assert np.abs(history - history[0]).max() > 0.01, f"{problem} does not move"
+    return history
+
+
+CLOSE = 2e-6
+"""What float32 may be off after 6 rounds in which elements move by 0.1 to 1."""
+
+
+def check(answer: dict[str, Any], problem: dict[str, Any], wanted: Vector, seen: list[Any]) -> None:
+    """Whether a rank `followed` the equations: models, and where CO2 has `seen` them its stats."""
+    history, rounds = np.array(answer["history"]), problem["rounds"]
+    np.testing.assert_allclose(history, wanted, rtol=0, atol=CLOSE, err_msg=str(problem))
+    assert answer["counts"] == [rounds, rounds * problem["options"]["tau"]]
+    if not seen:
+        return
+    staleness, beta = problem["options"].get("staleness", 1), problem["options"]["outer_momentum"]
+    lambdas = [1.0] * staleness + [scale for scale, *_ in seen]
+    assert staleness > 1 or max(answer["penalties"]) <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
+    np.testing.assert_allclose(answer["penalties"], lambdas, rtol=1e-4, err_msg=str(problem))
+    share = sum(clipped for _, clipped, _ in seen) / (len(seen) * history.shape[-1])
+    removed = sum(squares for *_, squares in seen)
+    assert answer["clipped"] == pytest.approx(share), problem
+    assert answer["residual"] == pytest.approx(removed, rel=1e-3), problem
+    if "clip" in problem["options"]:
+        assert 0.01 < share < 0.9, f"{problem} clips {share}"

@@ -182,11 +182,14 @@ def trained(
     algorithm: str,
     tensor_parallel: int = 1,
     async_mode: str = "disabled",
+    step: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """From the start to the end."""
+    """From the start to the end, or on from the checkpoint of a step."""
     config = debug_model(Path(folder), WORKERS, tensor_parallel)
     config.checkpoint.async_mode = async_mode
+    if step:
+        config.checkpoint.load_step = step
     made = trainer_of(config, algorithm, **options)
     made.train()
     model = made.model_parts[0].state_dict()
@@ -195,8 +198,9 @@ def trained(
         "end": mark(model),
         "validated": made.validated,
         "saved": [
-            saved_model(Path(folder) / "checkpoint" / f"step-{step}", model)
-            for step in (3, 6, STEPS)
+            saved_model(Path(folder) / "checkpoint" / f"step-{each}", model)
+            for each in (3, 6, STEPS)
+            if not step
         ],
     }
 
@@ -251,23 +255,6 @@ def _own_loop(
             optim.step()
             schedule.step()
     return dict(model.state_dict())
-
-
-def resumed(
-    _: World,
-    folder: str,
-    algorithm: str,
-    step: int,
-    tensor_parallel: int = 1,
-    **options: Any,
-) -> dict[str, Any]:
-    """On from the checkpoint of a step."""
-    config = debug_model(Path(folder), WORKERS, tensor_parallel)
-    config.checkpoint.load_step = step
-    made = trainer_of(config, algorithm, **options)
-    made.train()
-    made.close()
-    return {"end": mark(made.model_parts[0].state_dict()), "validated": made.validated}
 
 
 def begun_at(_: World, folder: str, workers: int, step: int, without: list[str]) -> str:

@@ -4,39 +4,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from adapter_problem import BATCH, Network, adam, numbers, own_loop, rows
+from adapter_problem import BATCH, Network, adam, check_bad_batch, numbers, own_loop, rows
 from local_problem import co2_of, said
+from ranks import everywhere
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from realrun.adapters.transformers import LocalUpdateTrainer
 from realrun.execute.world import World
 
 STEPS = 15
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows by the names of the arguments of the model."""
-
-    def __len__(self) -> int:
-        return len(rows())
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        given, wanted = rows()[index]
-        return {"given": given, "wanted": wanted}
-
-
-class Break(TrainerCallback):
-    """An exception in a step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Raise it."""
-        del args, control, others
-        if state.global_step == 6:
-            raise ValueError("a bad batch")
 
 
 def _trainer(
@@ -69,11 +47,12 @@ def _trainer(
         evaluated.append(numbers(model))
         return {}
 
+    data: Any = [{"given": inputs, "wanted": targets} for inputs, targets in rows()]
     made = LocalUpdateTrainer(
         model,
         arguments,
-        train_dataset=Rows(),
-        eval_dataset=Rows(),
+        train_dataset=data,
+        eval_dataset=data,
         optimizers=(adam(model), None),
         compute_metrics=metrics,
         algorithm=co2_of,
@@ -83,31 +62,27 @@ def _trainer(
     return made
 
 
-def trained(_: World, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """15 steps; the same batches in a loop of our own; on from checkpoints within rounds."""
-    return [_trained(Path(folder) / str(options), options) for options in cases]
+def trains_as_a_loop_of_ones_own(_: World, folder: Path, options: dict[str, Any]) -> None:
+    """15 steps, bit for bit; on from checkpoints within rounds, too.
 
-
-def _trained(place: Path, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = _trainer(place, options)
+    All ranks end alike; evaluated and saved is the consensus.
+    """
+    trainer = _trainer(folder, options)
     model: Any = trainer.model
     trainer.train()
-    trainer.save_model(str(place / "end"))
-    end = numbers(model)
-    rates = [0.02 * (1 - step / STEPS) for step in range(STEPS)]
-    again = {}
+    trainer.save_model(str(folder / "end"))
+    end, evaluated = numbers(model), list(trainer.evaluated)
+    assert everywhere((end, evaluated)) == [(end, evaluated)] * 2
+    assert end == own_loop(
+        model.seen, options, [0.02 * (1 - step / STEPS) for step in range(STEPS)]
+    )
+    assert len(evaluated) == 3
+    assert _loaded(folder / "checkpoint-5") == evaluated[0]
+    assert _loaded(folder / "end") == end
     for name in ("checkpoint-5", "checkpoint-10"):
-        other = _trainer(place / "again", options, seed=1)
-        other.train(resume_from_checkpoint=str(place / name))
-        again[name] = numbers(other.model) == end  # type: ignore[arg-type]
-    return {
-        "end": end,
-        "own": own_loop(model.seen, options, rates),
-        "again": again,
-        "evaluated": list(trainer.evaluated),  # type: ignore[attr-defined]
-        "saved": _loaded(place / "end") == end,
-        "kept": _loaded(place / "checkpoint-5"),
-    }
+        other = _trainer(folder / "again", options, seed=1)
+        other.train(resume_from_checkpoint=str(folder / name))
+        assert numbers(other.model) == end
 
 
 def _loaded(folder: Path) -> list[float]:
@@ -116,35 +91,35 @@ def _loaded(folder: Path) -> list[float]:
     return numbers(plain)
 
 
-def without_files(world: World, folder: str) -> list[float]:
-    """From a checkpoint without files of ranks, as DDP leaves it."""
-    options: dict[str, Any] = {"tau": 4}
-    source = Path(folder) / str(options) / "checkpoint-10"
-    plain = Path(folder) / "of ddp" / source.name
+def begins_at_a_checkpoint_of_ddp(world: World, folder: Path) -> None:
+    """Which has no files of ranks: it begins at its model, and ends elsewhere, alike on all."""
+    whole = _trainer(folder, {"tau": 4})
+    whole.train()
+    plain = folder / "of ddp" / "checkpoint-10"
     if not world.rank:
-        shutil.copytree(source, plain, ignore=shutil.ignore_patterns("local_updates"))
+        ranks = shutil.ignore_patterns("local_updates")
+        shutil.copytree(folder / plain.name, plain, ignore=ranks)
     dist.barrier()
-    trainer = _trainer(Path(folder) / "from ddp", options, seed=1)
+    trainer = _trainer(folder / "from ddp", {"tau": 4}, seed=1)
     trainer.train(resume_from_checkpoint=str(plain))
     assert trainer.algorithm.stats().steps == STEPS - 10
-    return numbers(trainer.model)  # type: ignore[arg-type]
+    end = numbers(trainer.model)
+    assert everywhere(end) == [end] * 2
+    assert end != numbers(whole.model)
 
 
-def broken(world: World, folder: str) -> dict[str, Any]:
-    """An exception on the second rank."""
-    return _with_callback(world, folder, Break())
+class Break(TrainerCallback):
+    """An exception in a step."""
 
-
-def _with_callback(world: World, folder: str, callback: TrainerCallback) -> dict[str, Any]:
-    """What is said where the second rank has a callback of its own."""
-    trainer = _trainer(Path(folder), {"tau": 4}, eval_strategy="no", save_strategy="no")
-    if world.rank:
-        trainer.add_callback(callback)
-    return {"told": said(trainer.train)}
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Raise it."""
+        del args, control, others
+        if state.global_step == 6:
+            raise ValueError("a bad batch")
 
 
 class Stop(TrainerCallback):
-    """The second rank stops early."""
+    """An early stop."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """After five steps."""
@@ -152,6 +127,19 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == 5
 
 
-def stopped(world: World, folder: str) -> dict[str, Any]:
-    """What is said where one rank stops."""
-    return _with_callback(world, folder, Stop())
+def _heard(world: World, folder: Path, callback: TrainerCallback) -> str:
+    """What is said where the second rank has a callback of its own."""
+    trainer = _trainer(folder, {"tau": 4}, eval_strategy="no", save_strategy="no")
+    if world.rank:
+        trainer.add_callback(callback)
+    return said(trainer.train)
+
+
+def ends_all_by_an_exception_on_one(world: World, folder: Path) -> None:
+    """Long before the deadline; the other one names the rank and its exception."""
+    check_bad_batch(world, _heard(world, folder, Break()))
+
+
+def ends_all_by_an_early_stop_on_one(world: World, folder: Path) -> None:
+    """Ranks do nothing together but averages: the rank takes part in them, and both end well."""
+    assert _heard(world, folder, Stop()) == ""

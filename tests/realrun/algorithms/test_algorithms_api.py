@@ -2,28 +2,20 @@
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from local_problem import algorithm_of, network, optimizer  # noqa: E402 - needs torch
+import torch
+from local_problem import begun
 
-from realrun import algorithms  # noqa: E402 - needs torch
-from realrun.algorithms import LocalUpdate  # noqa: E402 - needs torch
+from realrun import algorithms
 
 FOLDER = Path(algorithms.__file__).parent
 INSIDE = {"IndexError", "StoreError", "TimeoutError"}
 """Raised for the package itself."""
 KINDS = ("CO2", "SlowMo", "LocalSGD", "OverlapLocalSGD", "DiLoCo")
-
-
-def made(name: str = "CO2", **options: Any) -> LocalUpdate:
-    """An algorithm of one worker."""
-    model = network()
-    found: LocalUpdate = algorithm_of(name, model, optimizer(model, "sgd"), **options)
-    return found
 
 
 def test_every_error_that_is_raised_can_be_caught_by_its_name_there() -> None:
@@ -55,11 +47,12 @@ def test_all_names_are_there_and_none_is_missing() -> None:
 def test_types_may_be_given_as_torch_names_them() -> None:
     """Of every algorithm, beside the names that were there before."""
     for name in KINDS:
-        for given, wire in [
+        for dtype, wire in [
             ("bf16", "bf16"),
             (torch.bfloat16, "bf16"),
             (torch.float32, "fp32"),
             (torch.int8, "int8"),
         ]:
-            with made(name, dtype=given) as algorithm:
-                assert algorithm._outer.average._wire == wire
+            _, _, algorithm = begun(name, dtype=dtype)
+            assert algorithm._outer.average._wire == wire
+            algorithm.close()

@@ -9,91 +9,46 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import reference_local_update as reference  # noqa: E402 - needs torch
-from hypothesis import given  # noqa: E402 - needs torch
-from hypothesis import strategies as st  # noqa: E402 - needs torch
-from local_problem import co2_of, loss, network, optimizer, train, vector  # noqa: E402 - needs torch
+import reference_local_update as reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from local_problem import begun, co2_of, loss, network, train, vector
 
-from realrun.algorithms import (  # noqa: E402 - needs torch
-    CO2,
-    DiLoCo,
-    LocalSGD,
-    LocalUpdate,
-    SlowMo,
-)
-from realrun.algorithms.delayed_loop import local_progress_since, take_displacement, take_offset  # noqa: E402 - needs torch
-from realrun.algorithms.pacing import (  # noqa: E402 - needs torch
-    SAMPLES,
-    AutoDelay,
-    AutoTau,
-    Launch,
-    WaitWatch,
-)
+from realrun.algorithms import CO2, DiLoCo, LocalSGD, LocalUpdate, SlowMo
+from realrun.algorithms.delayed_loop import take_displacement, take_offset
+from realrun.algorithms.pacing import SAMPLES, AutoDelay, AutoTau, Launch, WaitWatch
 
 
 @given(
-    st.integers(1, 6).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
-    st.integers(0, 2**31),
+    steps=st.integers(1, 6).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
+    beta=st.floats(0, 0.95),
+    alpha=st.floats(0.05, 1.5),
+    seed=st.integers(0, 2**31),
+    preview=st.booleans(),
 )
-def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], seed: int) -> None:
-    """Keep 1, gain 1, the same gradients, in float64: the mean of workers within 1e-12."""
-    (tau, d), workers, elements, rate = steps, 3, 4, 0.1
-    generator = torch.Generator().manual_seed(seed)
-    x0 = torch.randn(elements, generator=generator, dtype=torch.float64)
-    x = [x0.clone() for _ in range(workers)]
-    anchor, own = x0.clone(), [torch.zeros_like(x0) for _ in x]
-    parts = [(torch.float64, slice(0, elements))]
-    mean = torch.zeros_like(x0)
-    plain, flying = x0.clone(), -1
-    for k in range(1, 5 * tau + 1):
-        steps_taken = torch.randn(workers, elements, generator=generator, dtype=torch.float64)
-        x = [one - rate * step for one, step in zip(x, steps_taken, strict=True)]
-        plain = plain - rate * steps_taken.mean(0)
-        if k == flying + d and flying > 0:
-            anchor = anchor - mean
-            for i in range(workers):
-                local_progress_since(own[i], x[i], mean, keep=1.0, predict=0.0)
-                x[i] = anchor + own[i]
-        np.testing.assert_allclose(torch.stack(x).mean(0), plain, rtol=0, atol=1e-12)
-        if k % tau == 0:
-            moved = [torch.empty_like(x0) for _ in x]
-            for i in range(workers):
-                take_displacement(parts, anchor, own[i], x[i], moved[i])
-                own[i].copy_(x[i])
-            mean, flying = torch.stack(moved).mean(0), k
-
-
-@given(
-    st.integers(1, 4).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
-    st.floats(0, 0.95),
-    st.floats(0.05, 1.5),
-    st.integers(0, 2**31),
-)
-def test_with_a_preview_the_mean_moves_as_in_slowmo(
-    steps: tuple[int, int], beta: float, alpha: float, seed: int
+def test_with_all_kept_the_mean_moves_as_if_no_average_were_late(
+    steps: tuple[int, int], beta: float, alpha: float, seed: int, *, preview: bool
 ) -> None:
     """Keep 1, the same gradients: at a round's end the mean of workers is SlowMo's, within 1e-11.
 
-    So outer momentum is not late.
+    With a preview outer momentum is not late; without one, and with a gain of 1, that is local SGD.
     """
     (tau, d), workers, rounds = steps, 3, 6
     gradients = np.random.default_rng(seed).normal(size=(workers, rounds * tau, 4))
-    x0 = np.zeros(4)
-    symbols = {"beta": beta, "alpha": alpha, "preview": True}
-    late = reference.late_co2(
-        x0, lambda i, x, k: x - gradients[i, k], workers, rounds, tau=tau, d=d, **symbols
-    )
-    wanted = reference.slowmo(
-        x0,
-        lambda i, x, t: x - gradients[i, t * tau : (t + 1) * tau].sum(0),
-        workers,
-        rounds,
-        beta=beta,
-        alpha=alpha,
-        rate=1.0,
-    )
+    x0, many = np.zeros(4), (workers, rounds)
+    outer = {"beta": beta, "alpha": alpha} if preview else {"beta": 0.0, "alpha": 1.0}
+
+    def step(worker: int, x: reference.Vector, k: int) -> reference.Vector:
+        return x - gradients[worker, k]
+
+    def local(worker: int, x: reference.Vector, t: int) -> reference.Vector:
+        return x - gradients[worker, t * tau : (t + 1) * tau].sum(0)
+
+    late = reference.late_co2(x0, step, *many, tau=tau, d=d, preview=preview, **outer)
+    wanted = reference.slowmo(x0, local, *many, rate=1.0, **outer)
     np.testing.assert_allclose(late.mean(1), wanted.mean(1), rtol=0, atol=1e-11)
 
 
@@ -157,9 +112,8 @@ def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPat
 
 
 def _last_loss(**options: Any) -> float:
-    model = network()
-    optim = optimizer(model, "sgd")
-    with co2_of(model, optim, **options) as co2:
+    model, optim, co2 = begun(**options)
+    with co2:
         train(model, optim, 0, range(80))
         with co2.consensus():
             return loss(model, 0, 0).item()

@@ -1,168 +1,208 @@
 """Local-update algorithms end alike on all ranks, and who leaves is named to the others."""
 
-import subprocess
-import sys
+import os
+import signal
+import warnings
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from local_problem import network, optimizer, set_vector, train, vector  # noqa: E402 - needs torch
-from ranks import on_ranks  # noqa: E402 - needs torch
-from torch import distributed as dist  # noqa: E402 - needs torch
-
-from realrun.algorithms import (  # noqa: E402
-    LocalSGD,
-    departures,
+import torch
+from commands import rows
+from local_problem import (
+    algorithm_of,
+    begun,
+    co2_of,
+    network,
+    optimizer,
+    said,
+    set_vector,
+    train,
+    vector,
+    warned,
 )
-from realrun.algorithms.departures import DepartureLog  # noqa: E402 - needs torch
+from ranks import everywhere, on_ranks, ranked
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from realrun.algorithms import LocalSGD, OptionError, RankFailure, departures
+from realrun.algorithms.departures import DepartureLog
+from realrun.execute.world import World
 
 pytestmark = pytest.mark.dist
 
-RAISED = [{"steps": 4, "options": {}}, {"steps": 12, "options": {"dtype": "int8"}}]
-"""Rank 1 takes these steps and raises, all others take 12, in rounds of 3."""
 
-SETTLED: list[dict[str, Any]] = [
-    {"algorithm": "LocalSGD", "steps": [4, 7, 4], "options": {"tau": 3}},
-    {"algorithm": "LocalSGD", "steps": [0, 3, 2], "options": {"tau": 2}},
-    {"algorithm": "CO2", "steps": [5, 8, 9], "options": {"tau": 3, "delay": 2, "keep": 1}},
-    {
-        "algorithm": "CO2",
-        "steps": [5, 8, 9],
-        "options": {"tau": 4, "delay": 1, "fragments": 2, "keep": 1},
-    },
-    {
-        "algorithm": "CO2",
-        "steps": [5, 8, 12],
-        "options": {"tau": 3, "outer_lr": 1.0, "gap": "constant"},
-    },
+@pytest.mark.parametrize(("steps", "options"), [(4, {}), (12, {"dtype": "int8"})])
+@ranked(3)
+def test_an_exception_is_told_at_once_with_counts(
+    world: World, steps: int, options: dict[str, Any]
+) -> None:
+    """Those that wait, and those that only close, name the rank, its exception and its steps.
+
+    Rank 1 takes these steps and raises, all others take 12, in rounds of 3.
+    """
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def go_on() -> None:
+        with co2_of(model, optim, tau=3, **options):
+            train(model, optim, world.rank, range(steps if world.rank == 1 else 12))
+            if world.rank == 1:
+                raise ValueError("bad sample")
+
+    heard = said(go_on)
+    if world.rank == 1:
+        assert heard == "ValueError: bad sample"
+    else:
+        assert heard.startswith("RankFailure: ")
+        assert f"rank 1 raised ValueError (bad sample) after {steps} steps" in heard
+        assert f"rank {world.rank} has taken " in heard
+    dist.barrier()
+
+
+def sliding() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model of zeros whose gradient is -1: a step of rate 1 adds 1 to all parameters."""
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def slide(model: nn.Linear, optim: torch.optim.Optimizer, *, spoilt: bool = False) -> None:
+    """A step; the gradient of a `spoilt` one is NaN in the bias."""
+    optim.zero_grad()
+    (-sum(each.sum() for each in model.parameters())).backward()
+    if spoilt:
+        model.bias.grad.fill_(torch.nan)
+    optim.step()
+
+
+SETTLED: list[tuple[str, list[int], dict[str, Any]]] = [
+    ("LocalSGD", [4, 7, 4], {"tau": 3}),
+    ("LocalSGD", [0, 3, 2], {"tau": 2}),
+    ("CO2", [5, 8, 9], {"tau": 3, "delay": 2, "keep": 1}),
+    ("CO2", [5, 8, 9], {"tau": 4, "delay": 1, "fragments": 2, "keep": 1}),
+    ("CO2", [5, 8, 12], {"tau": 3, "outer_lr": 1.0, "gap": "constant"}),
 ]
 """Steps of three ranks, with a gain of 1: the mean of all workers moves as they do."""
 
-NOT_FINITE: list[dict[str, Any]] = [
-    {"algorithm": "LocalSGD", "steps": 6, "nan": 1, "ranks": [1], "options": {"tau": 3}},
-    {
-        "algorithm": "CO2",
-        "steps": 9,
-        "nan": 4,
-        "ranks": [1],
-        "options": {"tau": 3, "outer_lr": 1.0, "gap": "constant"},
-    },
-    {
-        "algorithm": "CO2",
-        "steps": 9,
-        "nan": 4,
-        "ranks": [0, 1],
-        "options": {"tau": 3, "delay": 2, "keep": 1},
-    },
-]
-"""Some ranks have a NaN in the step `nan`."""
 
-FINISHED: list[dict[str, Any]] = [
-    {"algorithm": "CO2", "steps": 6, "options": {"tau": 3}},
-    {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "staleness": 2}},
-    {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "delay": 2}},
-    {"algorithm": "CO2", "steps": 7, "options": {"tau": 3, "delay": 1, "fragments": 3}},
-    {"algorithm": "CO2", "steps": 7, "options": {"tau": 3, "delay": 1, "preview": True}},
-    {"algorithm": "OverlapLocalSGD", "steps": 5, "options": {"tau": 2}},
-    {"algorithm": "DiLoCo", "steps": 5, "options": {"tau": 2}},
-    {"algorithm": "SlowMo", "steps": 4, "options": {"tau": 3}},
-    {"algorithm": "LocalSGD", "steps": 5, "options": {"tau": 3}},
-]
-
-
-UNEQUAL = [7, 4, 9]
-JOINED: list[dict[str, Any]] = [
-    {"algorithm": "LocalSGD", "steps": UNEQUAL, "options": {"tau": 3}},
-    {"algorithm": "LocalSGD", "steps": [0, 3, 2], "options": {"tau": 1}},
-    {"algorithm": "LocalSGD", "steps": UNEQUAL, "options": {"tau": 3, "dtype": "int8"}},
-    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3}},
-    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "staleness": 2}},
-    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "delay": 2}},
-    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "delay": 1, "fragments": 3}},
-    {"algorithm": "CO2", "steps": [30, 41, 22], "options": {"tau": 4, "delay": "auto"}},
-    {"algorithm": "DiLoCo", "steps": UNEQUAL, "options": {"tau": 4}},
-    {"algorithm": "OverlapLocalSGD", "steps": UNEQUAL, "options": {"tau": 2}},
-]
-
-
-def three(function: str, **arguments: Any) -> list[Any]:
-    """What a function gives on three ranks."""
-    return on_ranks(function, 3, module="ending_workers", **arguments)
-
-
-def test_an_exception_is_told_at_once_with_counts() -> None:
-    """Those that wait, and those that only close, name the rank, its exception and its steps."""
-    found = three("raised", cases=RAISED)
-    for case, given in enumerate(RAISED):
-        answers = [answer[case] for answer in found]
-        for rank in (0, 2):
-            told = answers[rank]["told"]
-            assert told.startswith("RankFailure: ")
-            assert f"rank 1 raised ValueError (bad sample) after {given['steps']} steps" in told
-            assert f"rank {rank} has taken " in told
-        assert answers[1]["told"] == "ValueError: bad sample"
-
-
-def test_uneven_ends_lose_no_progress() -> None:
+@ranked(3)
+def test_uneven_ends_lose_no_progress(world: World) -> None:
     """With a constant gradient all ranks end with the mean of their numbers of steps.
 
     One warning on every rank names join() and points to the line of the user.
     """
-    found = three("settled", cases=SETTLED)
-    for first, *_ in found:
-        (warning,) = first["said"]
-        assert "join()" in warning
-        assert set(first["line"]) == {"ending_workers.py"}
-    for case, given in enumerate(SETTLED):
-        for rank, answers in enumerate(found):
-            answer, steps = answers[case], given["steps"]
-            assert np.allclose(answer["end"], np.mean(steps), atol=1e-5), given
-            assert answer["steps"] == steps[rank]
+    for index, (name, steps, options) in enumerate(SETTLED):
+        model, optim = sliding()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with algorithm_of(name, model, optim, timeout=60, **options) as training:
+                for _ in range(steps[world.rank]):
+                    slide(model, optim)
+        assert np.allclose(vector(model), np.mean(steps), atol=1e-5), (name, steps, options)
+        assert training.stats().steps == steps[world.rank]
+        if not index:
+            assert {Path(each.filename).name for each in caught} == {Path(__file__).name}
+            (warning,) = (str(each.message) for each in caught if "steps" in str(each.message))
+            assert "join()" in warning
 
 
-def test_a_worker_that_is_not_finite_continues_from_the_anchor() -> None:
+NOT_FINITE: list[tuple[str, int, int, list[int], dict[str, Any]]] = [
+    ("LocalSGD", 6, 1, [1], {"tau": 3}),
+    ("CO2", 9, 4, [1], {"tau": 3, "outer_lr": 1.0, "gap": "constant"}),
+    ("CO2", 9, 4, [0, 1], {"tau": 3, "delay": 2, "keep": 1}),
+]
+"""Steps, the one with a NaN, and the ranks that have it."""
+
+
+@ranked(3)
+def test_a_worker_that_is_not_finite_continues_from_the_anchor(world: World) -> None:
     """Its steps since the last average are lost, and it does not count in that mean.
 
     With the same gradient everywhere all ranks end as if nothing had happened.
     """
-    found = three("not_finite", cases=NOT_FINITE)
-    for case, given in enumerate(NOT_FINITE):
-        for rank, answers in enumerate(found):
-            assert np.allclose(answers[case]["end"], given["steps"], atol=1e-5), given
-            assert len(answers[case]["said"]) == (rank in given["ranks"])
+    for name, steps, bad_step, ranks, options in NOT_FINITE:
+        model, optim = sliding()
+        with warned() as texts, algorithm_of(name, model, optim, on_nonfinite="anchor", **options):
+            for step in range(steps):
+                slide(model, optim, spoilt=step == bad_step and world.rank in ranks)
+        assert np.allclose(vector(model), steps, atol=1e-5), (name, options)
+        assert len(texts) == (world.rank in ranks)
 
 
-def test_a_mean_of_no_finite_worker_is_refused() -> None:
+@ranked(3)
+def test_a_mean_of_no_finite_worker_is_refused(world: World) -> None:
     """On all ranks, also with on_nonfinite='anchor'."""
-    assert all(said.startswith("NonFiniteError: ") for said in three("nobody_finite"))
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def go_on() -> None:
+        with LocalSGD(model, optim, tau=2, on_nonfinite="anchor"):
+            with torch.no_grad():
+                model[0].bias[0] = torch.nan
+            train(model, optim, world.rank, range(2))
+
+    assert said(go_on).startswith("NonFiniteError")
 
 
-def test_a_rank_that_makes_no_algorithm_is_named_in_time() -> None:
+@ranked(3)
+def test_a_rank_that_makes_no_algorithm_is_named_in_time(world: World) -> None:
     """And so is one whose constructor raises, at once."""
-    answers = three("outside")
-    for answer in (answers[0], answers[2]):
-        assert "rank 1 has not come" in answer["absent"]
-        assert "all ranks" in answer["absent"]
-        assert "rank 1 raised OptionError" in answer["raises"]
-    assert answers[1]["raises"].startswith("OptionError")
+    model = network()
+    optim = optimizer(model, "sgd")
+    if world.rank != 1:
+        absent = said(lambda: LocalSGD(model, optim, timeout=2))
+        assert "rank 1 has not come" in absent
+        assert "all ranks" in absent
+    dist.barrier()
+    if world.rank == 1:
+        optim.param_groups[0]["params"].pop()
+        DepartureLog.of_all_ranks().end()  # of the algorithm that it has not made
+    raises = said(lambda: LocalSGD(model, optim, timeout=60))
+    if world.rank == 1:
+        assert raises.startswith("OptionError")
+    else:
+        assert "rank 1 raised OptionError" in raises
 
 
-def test_a_process_may_train_several_times() -> None:
+@ranked(3, last=True)
+def test_a_process_may_train_several_times(world: World) -> None:
     """Also after its default group was destroyed and made once more, whose timeout counts then."""
-    answers = three("again", last=True)
-    assert answers[0] == answers[1] == answers[2]
-    assert answers[0][0] == answers[0][1] == answers[0][2] == answers[0][3]
-    assert answers[0][4] == [41.0]
+    ends = []
+    store = dist.distributed_c10d._get_default_store()
+    for attempt in range(2):
+        for _ in range(2):
+            model = network()
+            optim = optimizer(model, "sgd")
+            with LocalSGD(model, optim, tau=2, timeout=60):
+                train(model, optim, world.rank, range(3))
+            ends.append(vector(model).tolist())
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"again{attempt}", store),
+            rank=world.rank,
+            world_size=world.layout.world_size,
+            timeout=timedelta(seconds=41),
+        )
+    assert everywhere(ends) == [[ends[0]] * 4] * 3
+    model = network()
+    with LocalSGD(model, optimizer(model, "sgd")) as last:
+        assert last._links.deadline == 41.0
 
 
 LOST = [
     ("step", [3], "SIGKILL"),
-    ("step", [0], "SIGSTOP"),
-    ("start", [2], "SIGKILL"),
+    pytest.param("step", [0], "SIGSTOP", marks=pytest.mark.nightly),
+    pytest.param("start", [2], "SIGKILL", marks=pytest.mark.nightly),
     ("consensus", [1], "SIGSTOP"),
     ("end", [2, 3], "SIGKILL"),
 ]
@@ -172,29 +212,83 @@ LOST = [
 @pytest.mark.parametrize(("phase", "victims", "how"), LOST)
 def test_every_survivor_names_the_lost_ranks(phase: str, victims: list[int], how: str) -> None:
     """No other rank is blamed, though others leave, too."""
-    answers = on_ranks(
-        "lose", 4, module="ending_workers", dies=victims, phase=phase, victims=victims, how=how
+    given: dict[str, Any] = {"phase": phase, "victims": victims, "how": how}
+    on_ranks("lose", 4, module=__name__, dies=victims, **given)
+
+
+def lose(world: World, phase: str, victims: list[int], how: str) -> None:
+    """Ranks are killed or stopped in a phase of a training: the others are told who."""
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def fails(now: str) -> None:
+        if now == phase and world.rank in victims:
+            os.kill(os.getpid(), getattr(signal, how))
+
+    with pytest.raises(RankFailure) as lost:  # noqa: PT012 - wherever the others are
+        fails("start")
+        with LocalSGD(model, optim, tau=2, timeout=3) as local:
+            train(model, optim, world.rank, range(3))
+            fails("step")
+            train(model, optim, world.rank, range(3, 5))
+            fails("consensus")
+            with local.consensus(buffers=True):
+                pass
+            fails("end")
+    assert list(lost.value.ranks) == victims, lost.value
+
+
+def resumed_in_the_second_attempt(folder: str) -> tuple[int, list[float]]:
+    """In the first one rank 1 raises; gives the step at which the second begins, and its end."""
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], int(os.environ["RANK"])
+    # torchrun keeps its store, in which torch 2.13 would find the addresses of the attempt before
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"attempt{attempt}", dist.TCPStore(*address, is_master=False)),
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=60),
     )
-    for rank, answer in enumerate(answers):
-        if rank not in victims:
-            assert answer["ranks"] == victims, answer["said"]
+    model, optim, local = begun("LocalSGD", tau=2)
+    saved = Path(folder) / f"state-{rank}"
+    with local:
+        first = 0
+        if saved.exists():
+            state = torch.load(saved)
+            model.load_state_dict(state["model"])
+            local.load_state_dict(state["local"])
+            first = local.stats().steps
+        for step in range(first, 6):
+            if (attempt, rank, step) == ("0", 1, 3):
+                raise ValueError("bad sample")
+            train(model, optim, rank, range(step, step + 1))
+            if step == 1:
+                torch.save({"model": model.state_dict(), "local": local.state_dict()}, saved)
+                dist.barrier()  # rank 0 is ended by torchrun once rank 1 has raised
+    dist.destroy_process_group()
+    return first, vector(model).tolist()
 
 
 def test_a_restarted_training_reads_no_notes_of_the_attempt_before(tmp_path: Path) -> None:
-    """A rank raises in the first attempt of torchrun, and the second one resumes to its end."""
-    script = Path(__file__).parents[2] / "helpers" / "restarted_rank.py"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", "--max-restarts=1", script, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    """A rank raises in the first attempt of torchrun, and the second one resumes to its end.
+
+    By torchrun's own agent, which forks the ranks.
+    """
+    how = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="restarted",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.05,
+        start_method="forkserver",
     )
-    assert done.returncode == 0, done.stderr
-    (first, model), (again, other) = (torch.load(tmp_path / f"final-{rank}") for rank in (0, 1))
-    assert (first, again) == (2, 2)
-    assert all(torch.equal(model[name], other[name]) for name in model)
+    ends = elastic_launch(how, resumed_in_the_second_attempt)(str(tmp_path))
+    assert ends[0][0] == ends[1][0] == 2
+    assert ends[0] == ends[1]
 
 
 def test_notes_of_another_attempt_or_group_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,64 +302,74 @@ def test_notes_of_another_attempt_or_group_are_elsewhere(monkeypatch: pytest.Mon
     assert len(set(prefixes)) == 6
 
 
-def test_all_ranks_finish_alike() -> None:
-    """Bit for bit, with what was under way and the last part of a round; then nothing is counted.
-
-    With LocalSGD that is the mean of what the ranks held.
-    """
-    found = three("finished", cases=FINISHED)
-    for case, given in enumerate(FINISHED):
-        answers = [answer[case] for answer in found]
-        for answer in answers:
-            assert answer["end"] == answers[0]["end"]
-            assert answer["moved"] > 0  # a plain step
-            assert answer["steps"] == given["steps"]
-        if given["algorithm"] == "LocalSGD":
-            assert np.allclose(answers[0]["end"], answers[0]["mean"], atol=1e-6)
-        else:
-            assert answers[0]["end"] != answers[0]["mean"]
-
-
-def _local_sgd(steps: list[int], tau: int) -> list[float]:
+def in_turn(steps: list[int], tau: int) -> torch.Tensor:
     """Rounds of LocalSGD, one rank after another: means over those that took a step."""
     model = network()
-    anchor, begin = vector(model), 0
-    while begin < max(steps):
+    anchor = vector(model)
+    for begin in range(0, max(steps), tau):
         ends = []
         for rank, most in enumerate(steps):
-            taken = range(begin, min(begin + tau, most))
-            if taken:
+            if taken := range(begin, min(begin + tau, most)):
                 set_vector(model, anchor)
                 train(model, optimizer(model, "sgd"), rank, taken)
                 ends.append(vector(model))
-        anchor, begin = torch.stack(ends).mean(0), begin + tau
-    return list(anchor.tolist())
+        anchor = torch.stack(ends).mean(0)
+    return anchor
 
 
-def test_joined_averages_are_over_those_who_took_part() -> None:
-    """As rounds done one rank after another give; a rank without any data, too.
+@ranked(3)
+def test_all_ranks_end_alike_with_averages_over_those_who_took_part(world: World) -> None:
+    """Bit for bit, with what was under way and the last part of a round; then nothing is counted.
 
-    All ranks end alike, bit for bit, whatever numbers of steps they took.
+    By `finish`, or after other numbers of steps by `join`. LocalSGD ends as rounds done one rank
+    after another do; a rank may have no data at all.
     """
-    found = three("joined", cases=JOINED)
-    for case, one in enumerate(JOINED):
-        answers = [answer[case] for answer in found]
-        assert answers[0] == answers[1] == answers[2]
-        assert answers[0] != vector(network()).tolist()
-        if one["algorithm"] == "LocalSGD":
-            expected = _local_sgd(one["steps"], one["options"]["tau"])
-            close = 2e-2 if "dtype" in one["options"] else 1e-6
-            assert np.allclose(answers[0], expected, atol=close)
-
-
-def test_what_join_cannot_do_is_said() -> None:
-    """It begins between rounds; an exception within is told to all."""
-    for rank, answer in enumerate(three("not_joined")):
-        assert answer["middle"].startswith("OptionError: join()")
-        if rank == 2:
-            assert answer["raised"] == "ValueError: bad sample"
+    for name, counts, options in rows("local-update-ends.txt"):
+        steps = [int(count) for count in counts.split(",")]
+        model, optim, algorithm = begun(name, **options)
+        mine = steps[world.rank]
+        if len(set(steps)) > 1:
+            with algorithm.join():
+                train(model, optim, world.rank, range(mine))
         else:
-            assert "rank 2 raised ValueError (bad sample) after 5 steps" in answer["raised"]
+            train(model, optim, world.rank, range(mine))
+            algorithm.finish()
+            assert algorithm.stats().steps == mine
+        end = vector(model)
+        assert all(torch.equal(other, end) for other in everywhere(end))
+        assert not torch.equal(end, vector(network()))
+        if name == "LocalSGD":
+            close = 2e-2 if "dtype" in options else 1e-6
+            assert np.allclose(end, in_turn(steps, options["tau"]), atol=close)
+        counted = algorithm.stats().steps
+        train(model, optim, world.rank, range(1))
+        assert not torch.equal(vector(model), end)  # a plain step
+        assert algorithm.stats().steps == counted
+
+
+@ranked(3)
+def test_what_join_cannot_do_is_said(world: World) -> None:
+    """It begins between rounds; an exception within is told to all."""
+    model, optim, co2 = begun(tau=2)
+    with co2:
+        train(model, optim, world.rank, range(1))
+        with pytest.raises(OptionError, match=r"^join\(\)"):
+            co2.join().__enter__()
+        train(model, optim, world.rank, range(1, 2))
+    dist.barrier()
+
+    def raising() -> None:
+        with co2_of(model, optim, tau=2) as co2, co2.join():
+            train(model, optim, world.rank, range(3 + world.rank))
+            if world.rank == 2:
+                raise ValueError("bad sample")
+
+    heard = said(raising)
+    if world.rank == 2:
+        assert heard == "ValueError: bad sample"
+    else:
+        assert "rank 2 raised ValueError (bad sample) after 5 steps" in heard
+    dist.barrier()
 
 
 def test_steps_are_counted_over_trainings_that_were_finished() -> None:
@@ -283,15 +387,29 @@ def test_steps_are_counted_over_trainings_that_were_finished() -> None:
         state = algorithm.state_dict()
 
 
-def test_what_would_mistake_the_consensus_is_refused() -> None:
+@ranked(3)
+def test_what_would_mistake_the_consensus_is_refused(world: World) -> None:
     """Each in a line; a step is, too, changes nothing, and training goes on; an end is an end."""
-    for answer in three("within"):
-        assert (answer.pop("same"), answer.pop("rounds")) == (True, 2)
-        assert "finish()" in answer.pop("twice")
-        assert answer.pop("step").startswith("OptionError: a step")
-        assert "dict" in answer.pop("dict")
-        for name, said in answer.items():
-            assert said.startswith(f"OptionError: {name}")
+    model, optim, local = begun("LocalSGD", tau=2)
+    with local:
+        train(model, optim, world.rank, range(2))
+        state = local.state_dict()
+        with local.consensus():
+            before = vector(model)
+            for words, call in {
+                "consensus()": lambda: local.consensus().__enter__(),
+                "finish()": local.finish,
+                "join()": lambda: local.join().__enter__(),
+                "state_dict()": local.state_dict,
+                "load_state_dict()": lambda: local.load_state_dict(state),
+                "a step": lambda: train(model, optim, world.rank, range(1)),
+            }.items():
+                assert said(call).startswith(f"OptionError: {words}")
+            assert torch.equal(before, vector(model))
+        train(model, optim, world.rank, range(2, 4))
+        assert local.stats().rounds == 2
+        assert "dict" in said(partial(local.finish, {"weight": torch.ones(2)}))
+    assert "finish()" in said(local.finish)
 
 
 def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,14 +419,24 @@ def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(departures, "_get_default_store", lambda: client)
     monkeypatch.setattr(departures, "common_prefix", lambda: "notes")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    one = DepartureLog([0, 1], lambda: 12)
-    one.leave()
+    notes = DepartureLog([0, 1], lambda: 12)
+    notes.leave()
     del store
-    one.compare(4, 1e6)  # which would be waited for
+    notes.compare(4, 1e6)  # which would be waited for
 
 
-def test_a_consensus_after_unequal_numbers_of_steps_names_join() -> None:
+@ranked(2)
+def test_a_consensus_after_unequal_numbers_of_steps_names_join(world: World) -> None:
     """On all ranks, with the rank that has taken fewer."""
-    for heard in on_ranks("unequal_consensus", 2, module="ending_workers"):
-        assert "rank 1 is at consensus() after 14 steps" in heard
-        assert "join()" in heard
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def go_on() -> None:
+        with co2_of(model, optim, tau=4, delay=2) as co2:
+            train(model, optim, world.rank, range(20 - 6 * world.rank))
+            with co2.consensus():
+                pass
+
+    heard = said(go_on)
+    assert "rank 1 is at consensus() after 14 steps" in heard
+    assert "join()" in heard

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402 - needs torch
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402 - needs torch
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402 - needs torch
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from realrun.algorithms.flat_parameters import DTYPES, Flat, Holders, holders_of, lay_out  # noqa: E402
-from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402 - needs torch
+from realrun.algorithms.flat_parameters import DTYPES, Flat, Holders, holders_of, lay_out
+from realrun.algorithms.process_groups import WorkerGroups, Workers
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
@@ -34,16 +35,11 @@ def parameters(draw: st.DrawFn) -> list[tuple[str, Any]]:
     return found
 
 
-def contents(named: list[tuple[str, Any]]) -> list[Any]:
-    """Copies of all values."""
-    return [one.clone() for _, one in named]
-
-
 @given(parameters())
 def test_write_undoes_read(named: list[tuple[str, Any]]) -> None:
     """fp32 holds every type; each parameter gets its own elements back, in its own order."""
     flat = Flat.of(named)
-    before = contents(named)
+    before = [value.clone() for _, value in named]
     vector = flat.empty()
     flat.read(vector)
     for _, one in named:

@@ -5,41 +5,30 @@ import itertools
 import math
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from commands import refused, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import reference_local_update as reference  # noqa: E402 - needs torch
-from local_problem import algorithm_of, co2_of, network, optimizer, train, vector  # noqa: E402 - needs torch
-from torch import nn  # noqa: E402 - needs torch
+import torch
+from local_problem import algorithm_of, begun, co2_of, followed, network, optimizer, train, vector
+from reference_local_update import CLOSE, case, check, expected
+from torch import nn
 
-from realrun.algorithms import (  # noqa: E402 - needs torch
-    CO2,
-    LateAverage,
-    NonFiniteError,
-    OptionError,
-    RankFailure,
-    Stats,
-)
-from realrun.algorithms.averaging import PendingAverage  # noqa: E402 - needs torch
-from realrun.algorithms.departures import DepartureLog  # noqa: E402
-from realrun.algorithms.flat_parameters import Flat  # noqa: E402 - needs torch
-from realrun.algorithms.outer_loop import finite_norm, weighted_sum  # noqa: E402 - needs torch
-from realrun.algorithms.process_groups import WorkerGroups, Workers  # noqa: E402
-from realrun.algorithms.rules import Clipped, MomentumRule, State  # noqa: E402 - needs torch
-from realrun.errors import first_difference  # noqa: E402
-
-ELEMENTS = 5
-AVERAGES = st.lists(
-    st.lists(st.floats(-10, 10, width=32), min_size=ELEMENTS, max_size=ELEMENTS),
-    min_size=1,
-    max_size=8,
-)
+from realrun.algorithms import CO2, LateAverage, NonFiniteError, OptionError, RankFailure, Stats
+from realrun.algorithms.averaging import PendingAverage
+from realrun.algorithms.departures import DepartureLog
+from realrun.algorithms.flat_parameters import Flat
+from realrun.algorithms.outer_loop import finite_norm, weighted_sum
+from realrun.algorithms.process_groups import WorkerGroups, Workers
+from realrun.algorithms.rules import MomentumRule, State
+from realrun.errors import first_difference
 
 
 def test_a_line_that_one_rank_lacks_is_the_difference() -> None:
@@ -49,149 +38,35 @@ def test_a_line_that_one_rank_lacks_is_the_difference() -> None:
     assert first_difference(without, whole) == ("nothing", "1.bias: (1,)")
 
 
-@given(AVERAGES, st.floats(0.01, 10), st.floats(0.01, 1), st.none() | st.floats(0.01, 1))
-def test_without_momentum_a_late_average_moves_the_anchor_as_with_a_vector_for_it(
-    averages: list[list[float]], alpha: float, penalty: float, clip: float | None
-) -> None:
-    """The same anchors and counts as by a momentum of 0 that a vector holds."""
-    found = []
-    for at_once in (True, False):
-        late = {"late": LateAverage(delay=1)} if at_once else {"staleness": 1}
-        rule = MomentumRule(
-            outer_momentum=0.0,
-            outer_lr=alpha,
-            gap="constant",
-            penalty=1 + penalty,
-            clip=clip,
-            **late,
-        )
-        assert rule.vectors() == ({} if at_once else {"momentum": 0})
-        vectors = {name: torch.zeros(ELEMENTS) for name in rule.vectors()}
-        state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
-        clipped = []
-        for average in map(torch.tensor, averages):
-            clipped.append(rule.absorb(state, average, rule.weigh(state, 0.0, list)))
-            rule.move(state)
-        found.append((state.anchor.tolist(), clipped))
-    assert found[0] == found[1]
+def test_an_average_that_is_used_at_once_needs_no_momentum() -> None:
+    """Without momentum a late average moves the anchor, and no vector is kept for it."""
+    for options, vectors in (
+        ({"late": LateAverage(delay=1)}, {}),
+        ({"staleness": 1}, {"momentum": 0}),
+    ):
+        assert MomentumRule(outer_momentum=0.0, outer_lr=1.0, **options).vectors() == vectors
 
 
-class Told(NamedTuple):
-    """What a rule says of an average: its penalty, and what was clipped."""
-
-    penalty: float
-    clipped: Clipped
-
-
-def drive(
-    rule: MomentumRule, averages: list[list[float]]
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """Anchors, what `absorb` told, and momenta, when these averages come one after the other."""
-    vectors = {
-        name: torch.zeros((rows, ELEMENTS) if rows else ELEMENTS)
-        for name, rows in rule.vectors().items()
-    }
-    state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
-    anchors, told, momenta = [state.anchor.double().numpy()], [], []
-    for number in range(len(averages) + rule.staleness):
-        if number >= rule.staleness:
-            average = torch.tensor(averages[number - rule.staleness])
-            norm = state.norm(average, list)
-            penalty = rule.weigh(state, norm, list)
-            told.append(Told(penalty, rule.absorb(state, average, penalty)))
-        momenta.append(vectors["momentum"].double().numpy())
-        rule.move(state)
-        anchors.append(state.anchor.double().numpy())
-    return anchors, told, momenta
+OF_OTHER_TYPES: list[tuple[str, dict[str, Any], str]] = [
+    ("CO2", {"outer_lr": math.nan}, "outer_lr is nan"),
+    ("CO2", {"timeout": "60 s"}, "timeout is '60 s'"),
+    ("CO2", {"timeout": timedelta()}, "timeout is 0.0"),
+]
 
 
-@given(AVERAGES, st.floats(0, 0.99), st.floats(0.01, 10), st.integers(1, 3))
-def test_the_gap_is_the_distance_that_the_anchor_went(
-    averages: list[list[float]], beta: float, alpha: float, k: int
-) -> None:
-    """Lambda by its definition, from anchors and averages; for k = 1 within its bounds."""
-    rule = MomentumRule(outer_momentum=beta, outer_lr=alpha, gap="gap_aware", staleness=k)
-    anchors, told, _ = drive(rule, averages)
-    for s, absorbed in enumerate(told):
-        t = s + k
-        largest = max((alpha * np.linalg.norm(averages[r]) for r in range(s)), default=0.0)
-        distance = np.linalg.norm(anchors[t] - anchors[t - k])
-        wanted = 1 + distance / largest if largest else 1.0
-        assert absorbed.penalty == pytest.approx(wanted, rel=1e-3, abs=1e-3)
-        assert absorbed.penalty >= 1
-        if k == 1:
-            assert absorbed.penalty <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
-
-
-@given(AVERAGES, st.floats(0, 0.9), st.floats(0.1, 5))
-def test_clip_bounds_every_element_and_counts_what_it_changed(
-    averages: list[list[float]], beta: float, limit: float
-) -> None:
-    """The momentum itself is clipped, so that the next round starts from the clipped one.
-
-    What was taken off is told by its sum of squares.
-    """
-    rule = MomentumRule(outer_momentum=beta, outer_lr=1.0, clip=limit)
-    _, told, _ = drive(rule, averages)
-    m = np.zeros(ELEMENTS, np.float32)
-    for average, absorbed in zip(averages, told, strict=True):
-        m = np.float32(beta) * m + np.array(average, np.float32)
-        near = np.abs(np.abs(m) - limit) < 1e-4
-        low, high = (np.abs(m)[~near] > limit).sum(), (np.abs(m) > limit - 1e-4).sum()
-        assert low <= absorbed.clipped.elements <= high
-        unclipped = m.astype(np.float64)
-        m = np.clip(m, np.float32(-limit), np.float32(limit))
-        squares = ((unclipped - m) ** 2).sum()
-        assert absorbed.clipped.squares == pytest.approx(squares, rel=1e-4, abs=1e-8)
-
-
-def test_options_out_of_range_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        *OF_OTHER_TYPES,
+        *((*row(line), words) for line, words in refused("local-updates-refused.txt")),
+    ],
+)
+def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], words: str) -> None:
     """What was given, and what is allowed."""
-    for name, options, words in [
-        ("CO2", {"tau": 0}, "tau is 0"),
-        ("CO2", {"tau": True}, "tau is True"),
-        ("CO2", {"outer_momentum": 1.0}, "outer_momentum is 1.0"),
-        ("CO2", {"outer_lr": math.nan}, "outer_lr is nan"),
-        ("CO2", {"clip": 0.0}, "clip is 0.0"),
-        ("CO2", {"gap": "gapaware"}, "gap is 'gapaware'"),
-        ("CO2", {"gap": "constant", "penalty": 0.5}, "penalty is 0.5"),
-        ("CO2", {"staleness": -1}, "staleness is -1"),
-        ("CO2", {"dtype": "int2"}, "dtype is 'int2'"),
-        ("CO2", {"bucket_mib": 0}, "bucket_mib is 0"),
-        ("CO2", {"check_every": -1}, "check_every is -1"),
-        ("CO2", {"timeout": "60 s"}, "timeout is '60 s'"),
-        ("CO2", {"timeout": timedelta()}, "timeout is 0.0"),
-        ("CO2", {"worker": "rack"}, "worker is 'rack'"),
-        ("CO2", {"worker": "node"}, "worker='node' needs"),
-        ("SlowMo", {"outer_lr": -1}, "outer_lr is -1"),
-        ("DiLoCo", {"outer_momentum": 2}, "outer_momentum is 2"),
-        ("OverlapLocalSGD", {"pull": 1.0}, "pull is 1.0"),
-        ("OverlapLocalSGD", {"anchor_momentum": 1}, "anchor_momentum is 1"),
-        ("CO2", {"tau": 12} | {"delay": 0}, "delay is 0"),
-        ("CO2", {"tau": 12} | {"delay": 13}, "delay is 13"),
-        ("CO2", {"tau": 12} | {"delay": 1.5}, "delay is 1.5"),
-        ("CO2", {"tau": 12} | {"delay": "soon"}, "delay is 'soon'"),
-        ("CO2", {"tau": 12} | {"delay": 2, "keep": 1.5}, "keep is 1.5"),
-        ("CO2", {"tau": 12} | {"delay": 2, "keep": "x"}, "keep is 'x'"),
-        ("CO2", {"tau": 12} | {"delay": 2, "predict": -1}, "predict is -1"),
-        (
-            "CO2",
-            {"tau": 12} | {"delay": 12, "keep": 0.25, "predict": 1},
-            "predict times delay / tau is",
-        ),
-        ("CO2", {"tau": 12} | {"delay": 12, "keep": 0}, "predict=1 with keep=0"),
-        ("CO2", {"tau": 12} | {"delay": "auto", "keep": 0}, "and must be below 1"),
-        ("CO2", {"tau": 12} | {"delay": 2, "fragments": 13}, "fragments is 13"),
-        ("CO2", {"tau": 12} | {"delay": 2, "preview": 4}, "preview is 4"),
-        ("CO2", {"tau": 12} | {"outer_lr": 1e300}, "outer_lr is 1e+300"),
-        ("CO2", {"tau": 12} | {"clip": 1e39}, "clip is 1e+39"),
-        ("CO2", {"tau": 12} | {"tau": "soon"}, "tau is 'soon'"),
-    ]:
-        model = network()
-        with pytest.raises(OptionError) as caught:
-            algorithm_of(name, model, optimizer(model, "sgd"), **options)
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(OptionError) as caught:
+        begun(name, **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_optimizer_must_hold_what_is_trained() -> None:
@@ -224,35 +99,31 @@ def test_one_worker_needs_no_process_group() -> None:
 
     Averages under way are used by `finish` as by rounds that end without local steps.
     """
-    for inner, tau, k, gap in list(
-        itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware"))
+    for inner, tau, k, gap in itertools.product(
+        ("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware")
     ):
-        rounds = 5
-        x0, local = reference.steps_of(tau, inner, 1)
-        wanted = reference.co2(x0, local, 1, rounds + k, beta=0.5, alpha=0.8, k=k, gap=gap)
-        model = network()
-        optim = optimizer(model, inner)
-        options: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.8, "gap": gap}
-        with co2_of(model, optim, tau=tau, staleness=k, **options) as co2:
-            for t in range(rounds):
-                train(model, optim, 0, range(t * tau, (t + 1) * tau))
-                np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
-            co2.finish()
-            np.testing.assert_allclose(vector(model).numpy(), wanted[-1][0], atol=2e-6)
+        rounds, rule = 5, {"outer_lr": 0.8, "gap": gap, "staleness": k}
+        lone = case("CO2", inner, rounds=rounds + k, tau=tau, **rule)
+        seen: list[Any] = []
+        wanted = expected(lone, 1, seen)[:, 0]
+        lone["rounds"] = rounds
+        model, optim, co2 = begun(inner=inner, **lone["options"])
+        steps = partial(train, model, optim, 0)
+        answer = followed(lone, co2, steps, partial(vector, model))
+        check(answer, lone, wanted[:rounds], seen[: rounds - k])
+        np.testing.assert_allclose(vector(model).numpy(), wanted[-1], atol=CLOSE)
         stats = co2.stats()
-        wanted = Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0.0, 0.0, 0, tau=tau)
+        alone = Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0.0, 0.0, 0, tau=tau)
         assert stats.seconds > 0
         assert stats.waiting_share == 0
-        wanted = replace(wanted, seconds=stats.seconds)
-        assert stats == wanted
+        assert stats == replace(alone, seconds=stats.seconds)
 
 
 def test_what_saving_waits_for_is_no_wait_of_training() -> None:
     """An average on its way is counted where it is due, not where a state is saved."""
     for options in [{}, {"delay": 1}]:
-        model = network()
-        optim = optimizer(model, "sgd")
-        with co2_of(model, optim, tau=2, **options) as co2:
+        model, optim, co2 = begun(tau=2, **options)
+        with co2:
             launch = co2._outer.average.launch
 
             def slow(values: torch.Tensor, number: int) -> PendingAverage:

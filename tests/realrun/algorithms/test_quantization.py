@@ -1,19 +1,21 @@
 """Block quantization: error bounds, exact zeros, what is refused, bytes on the wire."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from commands import python
 from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.schedule.schedule import WORLD, Collective, DType, Kind
 
-torch = pytest.importorskip("torch")
-from torch import Tensor  # noqa: E402 - needs torch
+pytest.importorskip("torch")
 
-from realrun.algorithms.quantization import dequantize, quantize  # noqa: E402
-from realrun.algorithms.quantization_format import (  # noqa: E402
+import torch
+from torch import Tensor
+
+from realrun.algorithms.quantization import dequantize, quantize
+from realrun.algorithms.quantization_format import (
     SMALLEST,
     TOP,
     Bits,
@@ -164,7 +166,8 @@ def test_nothing_at_all_is_fine() -> None:
         assert dequantize(*made, bits, 4, 0).shape == (2, 0)
 
 
-def test_all_but_what_runs_on_gpus_imports_without_triton() -> None:
+@pytest.mark.nightly
+def test_all_but_what_runs_on_gpus_imports_without_triton(tmp_path: Path) -> None:
     """A torch for CPUs comes without it."""
     script = """
 import importlib, pkgutil, sys
@@ -175,7 +178,5 @@ for one in pkgutil.walk_packages(realrun.__path__, "realrun."):
     if one.name not in needs and not one.name.startswith(("realrun.adapters.", "realrun.__main__")):
         importlib.import_module(one.name)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python(tmp_path, "-c", script)
     assert done.returncode == 0, done.stderr[-2000:]

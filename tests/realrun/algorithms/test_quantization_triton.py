@@ -6,18 +6,22 @@ nothing. So without a GPU one test starts pytest again, on this file, with that 
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton", reason="there is no Triton")
-from torch import Tensor  # noqa: E402 - needs torch
+pytest.importorskip("torch")
 
-from realrun.algorithms import quantization as reference  # noqa: E402
-from realrun.algorithms import quantization_triton as fused  # noqa: E402
-from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
+pytest.importorskip("triton", reason="there is no Triton")
+
+import torch
+import triton
+from commands import python
+from places import ROOT
+from torch import Tensor
+
+from realrun.algorithms import quantization as reference
+from realrun.algorithms import quantization_triton as fused
+from realrun.algorithms.quantization_format import Bits, Quantized, from_wire, to_wire
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -208,15 +212,8 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_the_kernels_interpreted_on_a_cpu() -> None:
     """All tests that need a device pass under Triton's interpreter; none of them is skipped."""
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rs"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs")
+    done = python(ROOT, *options, __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d passed", done.stdout, re.MULTILINE), done.stdout
     assert WITHOUT_GPU not in done.stdout

@@ -1,9 +1,6 @@
 """`realrun run` as users call it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import Command, in_process
-from places import ROOT
+from commands import Command, python
+from ranks import realrun_on_ranks
+
+pytest.importorskip("torch")
 
 from co2sim import Layout, Question
 from co2sim.prediction import driver
 from realrun import record
-from realrun.cli import main
 
 CLUSTER = """
 name = "this machine"
@@ -31,38 +29,16 @@ inter = { bandwidth = "1 GB/s", latency = "50 us" }
 """
 
 
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder that holds cluster.toml."""
-    (folder / "cluster.toml").write_text(CLUSTER)
-    return subprocess.run(
-        [sys.executable, "-m", "realrun", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-@pytest.fixture
-def cli(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """Run `realrun` in this process, in a folder with cluster.toml: exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
-    return in_process("realrun", main, monkeypatch, capsys)
-
-
 RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
 
 
 @pytest.mark.dist
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
-    more = "--nproc 2 -s ddp -s co2.published:tau=2 --check --json"
-    done = call(tmp_path, *RUN, *more.split())
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    done = realrun_on_ranks(
+        tmp_path, 2, *RUN, *["-s", "ddp", "-s", "co2.published:tau=2", "--check", "--json"]
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     predicted = driver.run(
@@ -82,9 +58,13 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("strategy", "missing"), [("co2", "tau and delay"), ("co2:tau=3", "delay")]
 )
-def test_numbers_to_be_chosen_are_refused(cli: Command, strategy: str, missing: str) -> None:
+def test_numbers_to_be_chosen_are_refused(
+    realrun: Command, tmp_path: Path, strategy: str, missing: str
+) -> None:
     """Before a rank starts, on a line that says what is missing."""
-    code, out, err = cli("run", "-s", "ddp", "-s", strategy, "-c", "cluster.toml", "-m", "tiny-5m")
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    words = ("run", "-s", "ddp", "-s", strategy)
+    code, out, err = realrun(*words, "-c", "cluster.toml", "-m", "tiny-5m")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"numbers for {missing}: `co2sim run`" in err
 
@@ -151,18 +131,11 @@ def test_the_first_news_comes_when_it_is_due(
 
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
-    """Flops kernels on one rank: no communication, a trace, and the speed of the processor."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
+    """Flops kernels on one rank, which the command starts: a trace, no communication, a speed."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)
-    done = realrun(
-        tmp_path,
-        1,
-        *("run", "-c", "cluster.toml", "-m", "tiny-5m", "-s", "ddp", "--rounds", "1"),
-        *("--kernels", "flops", "--precision", "fp32", "--set", "model.seq_len=64"),
-        "--json",
-    )
+    case = "run -c cluster.toml -m tiny-5m -s ddp --rounds 1 --nproc 1 --json"
+    kernels = "--kernels flops --precision fp32 --set model.seq_len=64"
+    done = python(tmp_path, "-m", "realrun", *case.split(), *kernels.split())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overlap_ratio"] is None
     kept = json.loads((tmp_path / "out" / "ddp" / "run.json").read_text())
@@ -173,12 +146,9 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked", ["precision=fp8", "offload=optimizer"])
 def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path: Path) -> None:
     """Products in fp8, and an optimizer of the host: nothing is written."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
     name, _, value = asked.partition("=")
     case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", f"--{name}", value)
-    done = realrun(tmp_path, 1, *case, "--kernels", "flops")
+    done = realrun_on_ranks(tmp_path, 1, *case, "--kernels", "flops")
     assert done.returncode == 2
     assert f"{asked} is predicted only" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -187,44 +157,11 @@ def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path
 @pytest.mark.dist
 def test_adapters_are_run_as_they_are_simulated(tmp_path: Path) -> None:
     """All weights are gathered, and gradients of adapters alone reduced; the record says so."""
-    pytest.importorskip("torch")
-    from ranks import realrun  # noqa: PLC0415 - torch
-
     asked = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "fsdp", "--lora", "4", "--rounds", "1")
-    done = realrun(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
+    done = realrun_on_ranks(tmp_path, 2, *asked, "--kernels", "flops", "--set", "model.seq_len=64")
     assert done.returncode == 0, done.stderr
     kept = record.read(tmp_path / "out" / "fsdp")
     assert kept.case.lora == 4
     sent = kept.figures["sent_bytes_per_gpu_per_step"]
     assert sent["reduce_scatter world"] == kept.figures["trained_parameters"] * 4 / 2
     assert sent["all_gather world"] > 10 * sent["reduce_scatter world"]
-
-
-def test_bad_input_gives_one_line_and_starts_nothing(cli: Command, tmp_path: Path) -> None:
-    """What was wrong, on stderr; exit code 2, nothing written."""
-    for arguments, said in [
-        (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
-        ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'"),
-        ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
-        ((*RUN[:-2], "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
-        ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0"),
-        ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
-        ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
-        ((*RUN, "-s", "ddp", "--deadline", "1 ms"), "--deadline is '1 ms'"),
-        ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
-        (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
-        ((*RUN[:5], "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
-        ((*RUN[:5], "-s", "ddp", "--rounds", "1000000000"), "it must be 1 to 10000"),
-        ((*RUN, "-s", "ddp", "--deadline", "1e15 s"), "it must be at most 7 days"),
-        (("probe", "--deadline", "1e15 s"), "it must be at most 7 days"),
-        ((*RUN, "-s", "ddp", "--nproc", "1000000"), "cannot start 1000000 ranks"),
-        ((*RUN, "-s", "ddp"), "RANK is not set"),
-        (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
-        ((*RUN[:5], "-s", "zeropp:hpz_group=3", "--nproc", "2"), "hpz_group=3"),
-    ]:
-        pytest.importorskip("torch")
-        code, out, errors = cli(*arguments)
-        assert (code, out) == (2, "")
-        assert said in errors
-        assert errors.count("\n") == 1
-        assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]

@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,21 +13,36 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import on_ranks, ranked
 from tiny import VARIANTS
 
 from co2sim.common.errors import OptionError
-from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Kind, Op, Schedule
+from co2sim.schedule.schedule import (
+    PEERS,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Instance,
+    Kind,
+    Op,
+    Schedule,
+)
 
-torch = pytest.importorskip("torch")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+pytest.importorskip("torch")
 
-from realrun.execute import collectives, executor  # noqa: E402
-from realrun.execute.collectives import allocate  # noqa: E402
-from realrun.execute.kernels import Operands, Sleep, burn  # noqa: E402
-from realrun.execute.run import common_start  # noqa: E402
-from realrun.execute.world import Clock, RankCommunicator  # noqa: E402
+import torch
+from local_problem import said
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from realrun.execute import collectives, executor
+from realrun.execute.collectives import allocate
+from realrun.execute.executor import execute
+from realrun.execute.kernels import Operands, Sleep, Synthetic, burn
+from realrun.execute.run import common_start, compare
+from realrun.execute.world import Clock, RankCommunicator, World
 
 dist = pytest.mark.dist
 
@@ -44,7 +60,7 @@ def test_the_common_start_is_read_from_the_clock_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_collectives_give_what_a_single_process_computes(nproc: int) -> None:
     """Every kind, type and size, uneven ones too, on every rank."""
-    assert on_ranks("collectives", nproc) == [[]] * nproc
+    on_ranks("collectives", nproc)
 
 
 @dist
@@ -56,35 +72,80 @@ def test_every_strategy_runs_and_breaks_no_rule(nproc: int, per_node: int) -> No
     variants = [text for text in VARIANTS if "tau=1)" not in text]
     if nproc == 4:
         variants = [text for text in variants if "node" in text or "zeropp" in text]
-    found = on_ranks("all_strategies", nproc, gpus_per_node=per_node, variants=variants)
-    for rank in range(nproc):
-        assert found[rank] == [[text] for text in variants]
+    on_ranks("all_strategies", nproc, gpus_per_node=per_node, variants=variants)
 
 
-@dist
-def test_kernels_compute_what_the_exact_recursion_says() -> None:
+class Recursion(Synthetic):
+    """x <- x + rank + 1 per step; every round the sum of all x, one round late, is added."""
+
+    def __init__(self, rank: int) -> None:
+        self.x, self.sum, self.rank, self.buffer = 0.0, 0.0, rank, 0.0
+        self.history: list[float] = []
+
+    def compute(self, instance: Instance, ready: float) -> None:
+        """One step, or what closes a round."""
+        del ready
+        if instance.op.name == "step":
+            self.x += self.rank + 1
+        else:
+            self.x += self.sum
+            self.buffer = self.x  # the average starts now; the next step does not wait for it
+            self.history.append(self.x)
+
+    def fill(self, instance: Instance, given: torch.Tensor) -> None:
+        """Send what the last outer step left."""
+        del instance
+        given.fill_(self.buffer)
+
+    def drain(self, instance: Instance, taken: torch.Tensor) -> None:
+        """Take the sum, slowly."""
+        del instance
+        time.sleep(0.01)
+        self.sum = taken[0].item()
+
+
+def averages(elements: int) -> Collective:
+    """An all-reduce of all ranks."""
+    return Collective(Kind.ALL_REDUCE, "x", elements, DType.FP32, WORLD)
+
+
+@ranked(2)
+def test_kernels_compute_what_the_exact_recursion_says(world: World) -> None:
     """A sum launched in one round is used in the next, and nothing is used too early."""
-    found = on_ranks("recursion", 2)
+    body = (
+        Op("step", Compute("step", 1.0), "compute"),
+        Op("outer", Compute("outer", 1.0), "compute", (After("average", 1),)),
+        Op("average", averages(3), "comm", (After("outer"),)),
+    )
+    kernels = Recursion(world.rank)
+    execute(Schedule("late", body), kernels, 5, world)
     x, late, history = [0.0, 0.0], 0.0, []
     for _ in range(5):
         x = [value + rank + 1 + late for rank, value in enumerate(x)]
-        history.append(list(x))
+        history.append(x)
         late = sum(x)
-    assert [list(pair) for pair in zip(*found, strict=True)] == history
+    assert kernels.history == [values[world.rank] for values in history]
 
 
-@dist
-def test_streams_run_at_the_same_time_and_waits_are_kept() -> None:
+@ranked(2)
+def test_streams_run_at_the_same_time_and_waits_are_kept(world: World) -> None:
     """Two naps of 0.2 s on two streams end together, and the collective starts where they end.
 
     That of a rank alone ends there, too, however late the host wakes up: nothing is sent.
     """
-    for spans in on_ranks("overlap", 2):
-        first = {op: (start, end) for _, turn, op, _, start, end in spans if turn == 0}
-        assert first["a"] == first["b"] == pytest.approx((0.0, 0.2))
-        assert first["c"][0] == pytest.approx(0.2)
-        assert first["c"][1] > 0.2
-        assert first["d"] == pytest.approx((0.2, 0.2))
+    nap = Compute("nap", 1.0)
+    body = (
+        Op("a", nap, "one"),
+        Op("b", nap, "two"),
+        Op("c", averages(10), "comm", (After("a"), After("b"))),
+        Op("d", replace(averages(10), group=PEERS), "alone", (After("a"),)),
+    )
+    trace = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world)
+    first = {span.op: (span.start, span.end) for span in trace.spans if not span.round}
+    assert first["a"] == first["b"] == pytest.approx((0.0, 0.2))
+    assert first["c"][0] == pytest.approx(0.2)
+    assert first["c"][1] > 0.2
+    assert first["d"] == pytest.approx((0.2, 0.2))
 
 
 class _Copied(TorchDispatchMode):
@@ -122,21 +183,28 @@ def test_a_flops_kernel_moves_the_bytes_that_it_states() -> None:
         assert counter.bytes == pytest.approx(size, abs=2)
 
 
-@dist
-def test_ranks_with_different_schedules_are_told_so() -> None:
+@ranked(2)
+def test_ranks_with_different_schedules_are_told_so(world: World) -> None:
     """Before anything is launched, and in words that show the difference."""
-    for error in on_ranks("other_schedule", 2):
-        assert error.startswith("MismatchError: rank 1 has another run than rank 0")
-        assert "11 fp32" in error
-        assert "10 fp32" in error
+    schedule = Schedule("s", (Op("average", averages(10 + world.rank), "comm"),))
+    heard = said(lambda: execute(schedule, Sleep({}), 1, world))
+    assert heard.startswith("MismatchError: rank 1 has another run than rank 0")
+    assert "11 fp32" in heard
+    assert "10 fp32" in heard
 
 
-@dist
-def test_checking_mode_names_who_launches_something_else() -> None:
+@ranked(2)
+def test_checking_mode_names_who_launches_something_else(world: World) -> None:
     """Both sides hear what either was about to do."""
-    for error in on_ranks("other_collective", 2):
-        assert error.startswith("MismatchError: rank 1 is about to run 'again' of round 0")
-        assert "rank 0 'average' of round 0" in error
+    schedule = Schedule("s", tuple(Op(name, averages(10), "comm") for name in ("average", "again")))
+    world.connect(schedule)
+    at = world.communicator("comm", WORLD)
+    assert at is not None
+    instances = list(schedule.instances(1))
+    compare(instances[0], at)
+    heard = said(lambda: compare(instances[world.rank], at))
+    assert heard.startswith("MismatchError: rank 1 is about to run 'again' of round 0")
+    assert "rank 0 'average' of round 0" in heard
 
 
 def test_all_waits_of_a_collective_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +246,6 @@ def test_buffers_hold_the_bytes_that_the_schedule_states(
 
 def test_what_comes_in_is_kept_in_the_same_memory() -> None:
     """New memory would be paged in while bytes arrive. It grows, and has the type that is asked."""
-    from realrun.execute.world import RankCommunicator  # noqa: PLC0415
-
     at = RankCommunicator(None, (0, 1), 0)  # type: ignore[arg-type]
     first = at.room(100, torch.float32)
     assert (first.dtype, len(first)) == (torch.float32, 100)

@@ -1,46 +1,74 @@
-"""Ranks that share layers or experts: the same schedules over Gloo, and in the lab."""
+"""Ranks that share layers or experts: the same schedules over Gloo."""
+
+from collections.abc import Callable
 
 import pytest
-from ranks import on_ranks
-from tiny import VARIANTS
 
 pytest.importorskip("torch")
+
+from ranks import ranked
+from small_gpt import job, planned, routed_job
+from tiny import VARIANTS
+from workers import executed
+
+from co2sim.models.workload import Workload
+from co2sim.schedule.exchanges import TENSOR
+from co2sim.schedule.schedule import Collective, Layout, Op
+from realrun.execute.world import World
+
 pytestmark = pytest.mark.dist
 
 
+def met(
+    world: World, strategy: str, work: Workload, key: Callable[[Op, Collective], object]
+) -> dict[object, set[int]]:
+    """Run a strategy, which breaks no rule: whom this rank met, by keys of ops."""
+    schedule = planned(strategy, work, world.layout)
+    executed(world, schedule)
+    ranks: dict[object, set[int]] = {}
+    for op in schedule.body:
+        if isinstance(op.work, Collective):
+            at = world.communicator(op.stream, op.work.group)
+            ranks.setdefault(key(op, op.work), set()).update(at.members if at else ())
+    return ranks
+
+
+def groups(rank: int) -> dict[str, set[int]]:
+    """The ranks beside this one, those with its place in their pair, and all."""
+    first = rank // 2 * 2
+    return {"pair": {first, first + 1}, "alike": {rank % 2, rank % 2 + 2}, "world": {0, 1, 2, 3}}
+
+
 @pytest.mark.parametrize("per_node", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_node: int) -> None:
+@ranked(4)
+def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(
+    world: World, per_node: int
+) -> None:
     """Pairs share layers; all else meets those with one place in their pairs, in checking mode."""
-    variants = VARIANTS[:: 4 if per_node == 4 else 3]
-    found = on_ranks(
-        "strategies_with_shared_layers",
-        4,
-        gpus_per_node=per_node,
-        module="tensor_parallel_workers",
-        variants=variants,
-    )
-    for rank in range(4):
-        pair, alike = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert [text for text, *_ in found[rank]] == variants
-        for text, broken, sharing, others in found[rank]:
-            assert (broken, sharing) == ([], pair), text
-            assert set(others) <= set(alike), text
+    world.place(Layout(4 // per_node, per_node))
+    expected = groups(world.rank)
+    for index, text in enumerate(VARIANTS[:: 4 if per_node == 4 else 3]):
+        work = job(2, sequence=bool(index % 2))
+        ranks = met(world, text, work, lambda op, _: op.stream == TENSOR)
+        assert ranks[True] == expected["pair"], text
+        assert ranks.get(False, set()) <= expected["alike"], text
 
 
 IN_EVERY_STEP = ["ddp", "zero1", "zero2", "fsdp"]
+REPLICATED = {"experts": "pair", "replicas": "alike", "world": "world"}
 
 
 @pytest.mark.parametrize(
     ("variants", "options", "whom"),
     [
-        (IN_EVERY_STEP, {"ep": 2}, {"experts": "pair", "replicas": "alike"}),
-        (IN_EVERY_STEP, {"ep": 2, "load": 1.5}, {"experts": "pair", "replicas": "alike"}),
+        (IN_EVERY_STEP, {"ep": 2}, REPLICATED),
+        (IN_EVERY_STEP, {"ep": 2, "load": 1.5}, REPLICATED),
         (
             IN_EVERY_STEP,
             {"ep": 4, "load": 1.3, "experts_all_to_all": "hierarchical"},
-            {"experts": "world"},
+            {"experts": "world", "world": "world"},
         ),
-        (IN_EVERY_STEP, {"cp": 2}, {"context": "pair"}),
+        (IN_EVERY_STEP, {"cp": 2}, {"context": "pair", "world": "world"}),
         # states divided inside nodes: gradients of experts meet the peers alone
         (
             ["zero1(shard=node)", "zero2(shard=node)"],
@@ -49,18 +77,12 @@ IN_EVERY_STEP = ["ddp", "zero1", "zero2", "fsdp"]
         ),
     ],
 )
+@ranked(4, gpus_per_node=2)
 def test_ranks_that_divide_experts_or_sequences_break_no_rule(
-    variants: list[str], options: dict[str, object], whom: dict[str, str]
+    world: World, variants: list[str], options: dict[str, object], whom: dict[str, str]
 ) -> None:
     """Pairs exchange; gradients of experts meet the rank with the same ones, others all ranks."""
-    given = {"variants": variants, "options": options, "module": "tensor_parallel_workers"}
-    found = on_ranks("strategies_with_exchanges", 4, gpus_per_node=2, **given)  # type: ignore[arg-type]
-    for rank in range(4):
-        members = {
-            "pair": [rank // 2 * 2, rank // 2 * 2 + 1],
-            "alike": [rank % 2, rank % 2 + 2],
-            "world": [0, 1, 2, 3],
-        }
-        met = {name: members[which] for name, which in whom.items()}
-        met |= {} if "node" in whom else {"world": members["world"]}
-        assert found[rank] == [[text, [], met] for text in variants]
+    expected = {name: groups(world.rank)[which] for name, which in whom.items()}
+    for text in variants:
+        work = routed_job(**options)
+        assert met(world, text, work, lambda _, work: work.group.name) == expected, text

@@ -6,25 +6,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import on_ranks
+from ranks import everywhere, ranked
 
 from co2sim.hardware.cluster import Link
-from co2sim.schedule.schedule import Collective, DType, Kind, experts
+from co2sim.schedule.schedule import Collective, DType, Kind, Layout, Op, Schedule, experts
 from co2sim.schedule.token_routing import TokenRouting, most_load
 from co2sim.simulation.costs import cost_of
 
 pytest.importorskip("torch")
 
 import tiny
+import torch
 
-from realrun.execute.collectives import plan_of
+from realrun.execute.collectives import allocate, carry_out, plan_of
+from realrun.execute.world import World
 
 
-def routed(tokens: int, members: int, **options: Any) -> Collective:
+def routed(tokens: int, members: int, dtype: DType = DType.BF16, **options: Any) -> Collective:
     """Tokens of as many ranks."""
     how = TokenRouting(**options)
     elements = round(tokens * how.active * how.width * how.load)
-    return Collective(Kind.ALL_TO_ALL, "t", elements, DType.BF16, experts(members), routed=how)
+    return Collective(Kind.ALL_TO_ALL, "t", elements, dtype, experts(members), routed=how)
 
 
 @given(
@@ -86,10 +88,36 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("per_node", "options"), [(per, one) for per in (2, 4) for one in CASES])
+def there_and_back(world: World, tokens: int, options: dict[str, Any]) -> list[list[int]]:
+    """Rows that this rank sent, got, and got back; experts multiply by the rank plus one.
+
+    A row is a number that no other has: a thousand times the rank and its place in what was sent.
+    """
+    rows: list[torch.Tensor] = []
+    for back in (False, True):
+        work = routed(tokens, world.layout.world_size, DType.FP32, **options, back=back)
+        world.connect(Schedule("one", (Op("c", work, "comm"),)))
+        at = world.communicator("comm", work.group)
+        assert at is not None
+        buffers = allocate(work, len(at.members), world.device, at.me, at.nodes)
+        filled = buffers.given.view(-1, options["width"])
+        if back:
+            filled.copy_(rows[1] * (world.rank + 1))
+        else:
+            filled.copy_((torch.arange(len(filled)) + 1000 * world.rank).unsqueeze(1))
+            rows.append(filled.clone())
+        for _ in range(2):  # a buffer is used again
+            carry_out(work, buffers, at, 20.0)
+        rows.append(buffers.taken.view(-1, options["width"]).clone())
+    assert all(torch.equal(part, part[:, :1].expand_as(part)) for part in rows)
+    return [part[:, 0].to(torch.int64).tolist() for part in rows]
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize("options", CASES)
+@ranked(4)
 def test_tokens_reach_the_ranks_of_their_experts_and_come_back(
-    per_node: int, options: dict[str, Any]
+    world: World, per_node: int, options: dict[str, Any]
 ) -> None:
     """As a single process counts them, which knows what was sent and how many go where.
 
@@ -97,40 +125,24 @@ def test_tokens_reach_the_ranks_of_their_experts_and_come_back(
     Results come back with the sum of what the experts made of each.
     """
     tokens, ranks = 37, 4
-    found = on_ranks(
-        "there_and_back",
-        ranks,
-        gpus_per_node=per_node,
-        module="token_workers",
-        tokens=tokens,
-        options=options,
-    )
+    world.place(Layout(ranks // per_node, per_node))
+    sent, arrived, returned = there_and_back(world, tokens, options)
     relayed = bool(options.get("by_node")) and per_node < ranks
-    plan = plan_of(
-        routed(tokens, ranks, **options),
-        ranks,
-        ranks // per_node,
-    )
-    got = [Counter(arrived) for _, arrived, _ in found]
-    for me, (sent, _, returned) in enumerate(found):
-        assert len(sent) == len(returned)
-        wholes = plan.copies[me] if relayed else plan.rows[me]
-        first = 0
-        for place, many in enumerate(wholes):
-            part = sent[first : first + many]
-            homes = (
-                range(place * per_node, (place + 1) * per_node)
-                if relayed
-                else range(place, place + 1)
-            )
-            for home in homes:
-                times = [got[home][token] for token in part]
-                assert sum(times) == plan.rows[me][home]
-                assert max(times, default=0) - min(times, default=0) <= 1
-                assert max(times, default=0) <= options["count"] // ranks
-            assert all(sum(got[home][token] for home in homes) for token in part)
-            back = [token * sum((home + 1) * got[home][token] for home in homes) for token in part]
-            assert returned[first : first + many] == back
-            first += many
-        assert first == len(sent)
-    assert sum(len(arrived) for _, arrived, _ in found) == ranks * tokens * options["active"]
+    plan = plan_of(routed(tokens, ranks, **options), ranks, ranks // per_node)
+    got = [Counter(rows) for rows in everywhere(arrived)]
+    wholes = plan.copies[world.rank] if relayed else plan.rows[world.rank]
+    assert len(sent) == len(returned) == sum(wholes)
+    first = 0
+    for place, many in enumerate(wholes):
+        part = sent[first : first + many]
+        homes = range(place * per_node, (place + 1) * per_node) if relayed else [place]
+        for home in homes:
+            times = [got[home][token] for token in part]
+            assert sum(times) == plan.rows[world.rank][home]
+            assert max(times, default=0) - min(times, default=0) <= 1
+            assert max(times, default=0) <= options["count"] // ranks
+        assert all(sum(got[home][token] for home in homes) for token in part)
+        back = [token * sum((home + 1) * got[home][token] for home in homes) for token in part]
+        assert returned[first : first + many] == back
+        first += many
+    assert sum(everywhere(len(arrived))) == ranks * tokens * options["active"]

@@ -4,60 +4,83 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ranks import on_ranks
+from ranks import ranked
 
-from analysis.cli import main, measured
+pytest.importorskip("torch")
+
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
-from co2sim.schedule.schedule import Layout
-from realrun.errors import LabError
+from co2sim.schedule.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
+from realrun.algorithms.process_groups import workers_of
+from realrun.errors import SITES
+from realrun.execute.collectives import allocate, carry_out
+from realrun.execute.world import World
 from realrun.lab.lab import FRAME, PAYLOAD, Lab, queue, site_burst, stated_cluster
 from realrun.train import TrainSettings
 from realrun.train.settings import check
 
-LEARNED = ["local_sgd:tau=2,inner=ddp", "co2:tau=4,delay=3,inner=zero2", "diloco:tau=4,inner=fsdp"]
 
-
-def four(function: str, **arguments: Any) -> list[Any]:
-    """What a function gives on four nodes of one rank."""
-    return on_ranks(function, 4, gpus_per_node=1, module="site_workers", **arguments)
-
-
-@pytest.mark.dist
-def test_ranks_meet_inside_their_site_and_across() -> None:
+@ranked(4, gpus_per_node=1)
+def test_ranks_meet_inside_their_site_and_across(world: World) -> None:
     """Sites {0, 1} and {2, 3}; peers {0, 2} and {1, 3}; what each adds up to."""
-    assert four("met") == [
-        [[0, 1, 3.0], [0, 2, 4.0]],
-        [[0, 1, 3.0], [1, 3, 6.0]],
-        [[2, 3, 7.0], [0, 2, 4.0]],
-        [[2, 3, 7.0], [1, 3, 6.0]],
-    ]
+    world.place(Layout(4, 1, 2))
+    site, place = divmod(world.rank, 2)
+    for group, members in ((SITE, (2 * site, 2 * site + 1)), (SITE_PEERS, (place, place + 2))):
+        work = Collective(Kind.ALL_REDUCE, "x", 3, DType.FP32, group)
+        world.connect(Schedule("s", (Op("c", work, "comm"),)))
+        at = world.communicator("comm", group)
+        assert at is not None
+        assert tuple(at.members) == members
+        buffers = allocate(work, len(at.members), world.device)
+        buffers.given.fill_(world.rank + 1)
+        carry_out(work, buffers, at, 30.0)
+        assert buffers.given[0] == sum(members) + 2
 
 
 @pytest.mark.nightly
-@pytest.mark.dist
-def test_a_site_learns_as_a_node_of_as_many_ranks() -> None:
-    """Bit for bit: losses of training and validation, and bytes that averages sent."""
-    for one in four("learned", strategies=LEARNED):
-        for text in LEARNED:
-            by_node, by_site = one[text]
-            assert by_node == by_site
-            assert by_site[-1][2]
+@pytest.mark.parametrize(
+    "strategy",
+    ["local_sgd:tau=2,inner=ddp", "co2:tau=4,delay=3,inner=zero2", "diloco:tau=4,inner=fsdp"],
+)
+@ranked(4, gpus_per_node=1)
+def test_a_site_learns_as_a_node_of_as_many_ranks(world: World, strategy: str) -> None:
+    """Bit for bit: losses of training and validation, and bytes that averages sent.
+
+    Two nodes of two ranks as workers, and two sites of two nodes of one.
+    """
+    from small_training import trained  # noqa: PLC0415 - needs torch
+
+    seen = []
+    for worker, layout in (("node", Layout(2, 2)), ("site", Layout(4, 1, 2))):
+        world.place(layout)
+        history = trained(world, strategy=f"{strategy},worker={worker}", steps=16, eval_every=8)
+        seen.append([(row.train_loss, row.validation_loss, row.bytes_sent) for row in history.rows])
+    assert seen[0] == seen[1]
+    assert seen[1][-1][2]
 
 
-@pytest.mark.dist
-def test_algorithms_take_sites_from_the_environment() -> None:
+@ranked(4, gpus_per_node=1)
+def test_algorithms_take_sites_from_the_environment(world: World) -> None:
     """REALRUN_SITES of 4 ranks: two sites, four of one rank; one, and unequal ones, are refused."""
-    for rank, found in enumerate(four("workers")):
-        two, each, one, three, words = found
-        assert two == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
-        assert each == [[rank], [0, 1, 2, 3]]
-        assert "set to 2 sites or more of as many ranks; there are 4 ranks" in one
-        assert "REALRUN_SITES is 3" in three
-        assert "REALRUN_SITES is 'two'; it must be the number of sites" in words
+    rank = world.rank
+    with pytest.MonkeyPatch.context() as patch:
+        for sites, inner, peers in (
+            ("2", [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]),
+            ("4", [rank], [0, 1, 2, 3]),
+        ):
+            patch.setenv(SITES, sites)
+            workers = workers_of("site")
+            assert (workers.inner_ranks, workers.peer_ranks) == (inner, peers)
+        for sites, words in (
+            ("1", "set to 2 sites or more of as many ranks; there are 4 ranks"),
+            ("3", "REALRUN_SITES is 3"),
+            ("two", "REALRUN_SITES is 'two'; it must be the number of sites"),
+        ):
+            patch.setenv(SITES, sites)
+            with pytest.raises(OptionError, match=words):
+                workers_of("site")
 
 
 def test_training_at_one_site_is_refused() -> None:
@@ -87,25 +110,12 @@ def test_a_lab_states_its_sites_and_the_link_between_them(tmp_path: Path) -> Non
     assert {"sites", "wan"}.isdisjoint(one)
 
 
-def test_sites_that_cannot_be_built_are_refused() -> None:
-    """One line says what was given and what is allowed."""
-    for nodes, sites, wan, message in [
-        (4, 3, "50 Mbit/s", "4 nodes do not divide into 3"),
-        (4, 2, None, "sites is 2 and the rate"),
-        (4, 1, "50 Mbit/s", "sites is 1 and the rate"),
-        (4, 0, None, "sites is 0"),
-        (4, 2, "slow", "the rate between sites of a"),
-        (4, 2, "1 kbit/s", "the rate between sites is '1"),
-    ]:
-        with pytest.raises(LabError, match=message) as caught:
-            Lab(nodes, 1, "1 Gbit/s", sites=sites, wan=wan)
-        assert "\n" not in str(caught.value)
-
-
 def test_the_lab_command_predicts_the_link_between_sites_from_its_rate(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The probe runs at one site; the run has sites, and the latency that the probe measured."""
+    from analysis.cli import main, measured  # noqa: PLC0415 - ranks need none of it
+
     seen: list[tuple[list[str], list[str]]] = []
 
     def record(lab: Sequence[str], command: Sequence[str]) -> None:

@@ -21,24 +21,13 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import sys
 from realrun.launch.launcher import run_local
-sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
+sys.exit(run_local(sys.argv[1:], 2, grace=30.0))
 """
 
 
 def shells(*scripts: str) -> list[RankProcess]:
     """One rank a script."""
     return [start(rank, ["bash", "-c", script], {}) for rank, script in enumerate(scripts)]
-
-
-def launcher(nproc: int, *command: str, grace: float = 30.0) -> subprocess.Popen[str]:
-    """A launcher in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(nproc), str(grace), *command],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -174,7 +163,10 @@ def test_children_of_ranks_end_with_them(mark: str) -> None:
 )
 def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> None:
     """However the launcher ends, ranks end, and so does what they started; stopped ones, too."""
-    launched = launcher(2, "bash", "-c", f"sleep {mark} & (kill -STOP $BASHPID) & sleep {mark}")
+    script = f"sleep {mark} & (kill -STOP $BASHPID) & sleep {mark}"
+    launched = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, "bash", "-c", script], env=ENVIRONMENT
+    )
     try:
         assert wait_until(lambda: len(alive(mark)) == 4, 90)
         launched.send_signal(number)
@@ -183,4 +175,4 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
     finally:
         for process in alive(mark):
             process.kill()
-        launched.communicate()
+        launched.wait()

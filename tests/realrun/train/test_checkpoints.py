@@ -11,8 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -21,18 +20,15 @@ from typing import Any
 
 import pytest
 import torch
-from commands import in_process
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from co2sim.common.errors import OptionError
 from co2sim.schedule.schedule import Layout
-from realrun.cli import main
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train import checkpoint, folder, log
 from realrun.train.folder import STATE, Resume, Saved, check_checkpoint, checkpoints
-from realrun.train.settings import TrainSettings
 
 IDENTITY = {"strategy": "co2.published(tau=4)", "lr": 0.01, "betas": (0.9, 0.95)}
 RANKS = 2
@@ -338,28 +334,6 @@ def test_nothing_in_a_checkpoint_is_run(two: list[Path], tmp_path: Path) -> None
     assert ran.exists()  # they work: they were not read before
 
 
-def header(text: str) -> bytes:
-    """A file of safetensors that has only a header."""
-    return len(text).to_bytes(8, "little") + text.encode()
-
-
-def tensor(dtype: str, shape: str, end: int = 0) -> bytes:
-    """A file with one tensor of this type and shape, which ends here."""
-    return header(f'{{"a":{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[0,{end}]}}}}')
-
-
-DEEP = "[" * 100_000
-CRAFTED = [b"", b"3", b"[1]", b"{}", b"\xff" * 64, DEEP.encode()]
-CRAFTED += [
-    header(DEEP),
-    header("{}" + " " * 17_000_000),
-    header('{"a": 3}'),
-    header("{}") + b"too many",
-]
-CRAFTED += [tensor("F32", f"0,{size}") for size in (10**30, 10**19, f"{2**62},{2**62}")]
-CRAFTED += [tensor("F8_E8M0", "1", 1) + b"x"]
-
-
 def opened(number: int) -> Path:
     """The file or folder of a descriptor."""
     return Path(f"/proc/self/fd/{number}").resolve()
@@ -440,95 +414,6 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_nothing(
         assert "step-000012: rank 1: rank1.safetensors: No space" in str(said)
     assert names(before.parent) == [before.name]
     assert whole(before)
-
-
-SETTINGS = TrainSettings(size="tiny", context=16, batch=8, strategy="co2.published:tau=4")
-OPTIONS = {
-    "--size": "tiny",
-    "--context": "16",
-    "--batch": "8",
-    "-s": "co2.published:tau=4",
-    "--nproc": "1",
-}
-
-
-def held(out: Path) -> ExitStack:
-    """Another training is under way, until this is closed."""
-    other = ExitStack()
-    other.enter_context(folder.alone(out))
-    return other
-
-
-def saved(out: Path, settings: TrainSettings = SETTINGS) -> Path:
-    """A checkpoint of this training."""
-    whole = {**settings.identity(), "ranks": 1}
-    place = out / folder.CHECKPOINTS / "step-000004"
-    checkpoint.write(place, {}, whole, 0)
-    return place
-
-
-def constant(out: Path) -> None:
-    """A checkpoint of this training with a learning rate that does not depend on the steps."""
-    saved(out, replace(SETTINGS, final_lr=1.0, warmup=1))
-
-
-def logged(out: Path) -> None:
-    """A checkpoint, and a log that is none."""
-    saved(out)
-    (out / folder.LOG).write_text("a,b\n1,2\n")
-
-
-def has(name: str, make: Callable[[Path], object] = Path.touch) -> Callable[[Path], object]:
-    """The folder holds something of this name."""
-    return lambda out: make(out / name)
-
-
-@pytest.mark.parametrize(
-    ("prepare", "more", "token"),
-    [
-        (held, "", "another training is under way in out"),
-        *((has(name), "", "--resume") for name in (folder.LOG, folder.RECORD, folder.MODEL)),
-        *((has(name), "--resume", "has ended") for name in (folder.RECORD, folder.MODEL)),
-        (saved, "", "--resume"),
-        *((has(name, Path.mkdir), "", f"out/{name}") for name in (folder.MODEL, folder.FIGURE)),
-        *((has(folder.LOG, os.mkfifo), more, "out/log.csv") for more in ("", "--resume")),
-        *((has(folder.CHECKPOINTS), more, "out/checkpoints") for more in ("", "--resume")),
-        (has(folder.CHECKPOINTS, lambda at: at.symlink_to("no")), "", "out/checkpoints"),
-        (lambda out: (saved(out) / STATE).unlink(), "--resume", "step-000004: state.json"),
-        (logged, "--resume", "out/log.csv"),
-        (saved, "--resume --from-step 7", "are of steps 4"),
-        (saved, "--resume --seed 5", "its seed is 0, not 5; continue with --seed 0"),
-        (saved, "--resume --steps 700", "its steps is 600, not 700; the learning rate"),
-        (saved, "--resume --outer momentum=0.5", "continue with --outer '', or another"),
-        (saved, "--resume -s ddp", "continue with --strategy 'co2.published(tau=4)'"),
-        (saved, "--resume --size mini", "its size is"),
-        (saved, "--resume --nproc 2", "its ranks is"),
-        (constant, "--resume --final-lr 1 --warmup 1 --steps 3", "give as many steps or more"),
-        (Path.exists, "--resume --from-step 7", "holds none"),
-        (Path.exists, "--from-step 7", "--resume"),
-    ],
-)
-def test_the_launcher_refuses_a_folder_before_any_rank_starts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Callable[[Path], Any],
-    more: str,
-    token: str,
-) -> None:
-    """In one line, with exit code 2, and leaves it as it is."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folder, "_PATIENCE", 0.0)
-    (tmp_path / "out").mkdir()
-    other = prepare(Path("out"))
-    before = sorted((tmp_path / "out").rglob("*"))
-    words = [one for pair in OPTIONS.items() if pair[0] not in more.split() for one in pair]
-    ended = in_process("realrun", main, monkeypatch, capsys)("train", *words, *more.split())
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert token in ended.err
-    assert sorted((tmp_path / "out").rglob("*")) == before
-    if prepare is held:
-        other.close()
 
 
 def test_a_full_disk_is_said_of_the_log(tmp_path: Path) -> None:

@@ -9,17 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import noisy_quadratic as known
 import numpy as np
 import pytest
 import torch
-from commands import in_process
-from ranks import on_ranks, realrun
+from ranks import on_ranks, realrun_on_ranks
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
 from co2sim.strategies import LocalSteps, parse, with_options
-from realrun.cli import main
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
 from realrun.train.estimate import RankLoss, measure
 from realrun.train.settings import TrainSettings
@@ -71,11 +68,6 @@ def test_moments_are_unbiased_and_know_their_errors() -> None:
 # --- one rank -----------------------------------------------------------------------------------
 
 
-def alone(parameters: list[Tensor], loss: Any) -> RankLoss:
-    """A problem of one rank."""
-    return RankLoss(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
-
-
 def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
     """Of a network of 51 parameters: the dense Hessian, by other means, agrees."""
     torch.manual_seed(0)
@@ -90,9 +82,9 @@ def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
         )
         for _ in range(5)
     ]
-    point, gradient = measure(
-        alone(list(model.parameters()), lambda number: loss_of(model, batches[number])), 0, 4
-    )
+    parameters, same = list(model.parameters()), lambda tensor: tensor
+    alone = RankLoss(parameters, lambda step: loss_of(model, batches[step]), same, same)
+    point, gradient = measure(alone, 0, 4)
 
     def flat_loss(flat: Tensor) -> Tensor:
         parts = flat.split([shape.numel() for shape in shapes])
@@ -112,48 +104,22 @@ def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
 # --- ranks --------------------------------------------------------------------------------------
 
 
-def estimated(strategies: list[str], ranks: int) -> list[Any]:
-    """What ranks, two of a node, estimate on the quadratic."""
-    given = {"module": "estimate_workers", "strategies": strategies}
-    return on_ranks("on_the_quadratic", ranks, gpus_per_node=2, **given)
-
-
-def check_quadratic(found: dict[str, Any], workers: list[list[int]]) -> None:
-    """Constants at all points within 4 standard errors of the truth; `workers` are ranks."""
-    samples = 16 // len(workers)
-    noise = float(known.SAMPLES.var(axis=0).sum()) / samples
-    slopes = np.array([np.mean([known.shift(rank) for rank in one], 0) for one in workers])
-    spread = float(((slopes - slopes.mean(0)) ** 2).sum()) / len(workers)
-    assert (found["workers"], found["samples"]) == (len(workers), samples)
-    assert [point["step"] for point in found["points"]] == [0, 4, 7]
-    for point in found["points"]:
-        for name, expected in (("noise", noise), ("heterogeneity", spread)):
-            value, error = point[name].values()
-            assert abs(value - expected) < 4 * error
-            assert error < 0.2 * expected
-        assert point["curvature"] == pytest.approx(2.0, rel=0.02)  # neighbours: 1.985, 1.97, ...
-        assert 0 < point["along_step"] <= 2.0 + 1e-3
-    assert found["gap"]["value"] > 0
-
-
 @pytest.mark.dist
-def test_two_workers_on_a_quadratic() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd:tau=2"])
+def test_two_workers_on_a_quadratic(strategy: str) -> None:
     """Every rank is a worker, with steps of its own or without; all find the same."""
-    one, other = estimated(["ddp", "local_sgd:tau=2"], 2)
-    assert one == other
-    for found in one.values():
-        check_quadratic(found, [[0], [1]])
+    on_ranks("check_estimates", 2, module="noisy_quadratic", strategy=strategy)
 
 
 @pytest.mark.nightly
 @pytest.mark.dist
-def test_estimates_do_not_disturb_the_training() -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero1", "co2.published:tau=4", "co2:tau=4,delay=2", "overlap_local_sgd:tau=2"],
+)
+def test_estimates_do_not_disturb_the_training(strategy: str) -> None:
     """All losses of all steps are the same bits as without."""
-    strategies = ["ddp", "zero1", "co2.published:tau=4", "co2:tau=4,delay=2"]
-    strategies += ["overlap_local_sgd:tau=2"]
-    for found in on_ranks("undisturbed", 2, module="estimate_workers", strategies=strategies):
-        assert found
-        assert all(found.values()), found
+    on_ranks("check_undisturbed", 2, module="noisy_quadratic", strategy=strategy)
 
 
 # --- what is made of them -----------------------------------------------------------------------
@@ -266,7 +232,7 @@ def test_a_training_leaves_estimates_and_commands_that_run(
 ) -> None:
     """A table with all points, estimate.json, and commands that co2analysis takes."""
     more = "--steps 6 --warmup 2 -s co2.published:tau=2 --estimate"
-    done = realrun(tmp_path, 2, *TINY, *more.split())
+    done = realrun_on_ranks(tmp_path, 2, *TINY, *more.split())
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "estimate.json").read_text())
     assert re.search(r"after step 0 +after step 3 +after step 5 +for the bound", done.stdout)
@@ -288,22 +254,3 @@ def test_a_training_leaves_estimates_and_commands_that_run(
             co2analysis()
         assert not ended.value.code, capsys.readouterr().err
     assert "bound" in capsys.readouterr().out
-
-
-def test_what_cannot_be_estimated_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one line, before anything starts or is written."""
-    for arguments, said in [
-        (("-s", "zero3"), "--estimate needs whole"),
-        (("-s", "co2.published:tau=2,worker=node"), "and zero2 shards them"),
-        (("--resume",), "--estimate begins at the"),
-        (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at"),
-        (("--stop", "2"), "--estimate needs 3 steps at"),
-    ]:
-        monkeypatch.chdir(tmp_path)
-        call = in_process("realrun", main, monkeypatch, capsys)
-        ended = call(*TINY, "--nproc", "2", "--estimate", *arguments)
-        assert (ended.code, ended.err.count("\n")) == (2, 1)
-        assert said in ended.err
-        assert not (tmp_path / "out").exists()

@@ -6,37 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
+
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-from ranks import realrun  # noqa: E402 - as above
-from scipy.spatial import cKDTree  # noqa: E402
+from ranks import realrun_on_ranks
+from scipy.spatial import cKDTree
 
-from realrun.train.log import read  # noqa: E402
-from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
-from realrun.train.tasks.images import (  # noqa: E402
-    CLASSES,
-    SIDE,
-    canvas,
-    split_images,
-)
-from realrun.train.tasks.point_clouds import SURFACES  # noqa: E402 - needs torch
-from realrun.train.tasks.presets import VOCABULARY  # noqa: E402
-from realrun.train.tasks.registry import make_task  # noqa: E402
-from realrun.train.tasks.task import (  # noqa: E402 - needs torch
-    LEFT_OUT,
-    Task,
-    chamfer,
-    loss_of,
-    means,
-    scores,
-)
-from realrun.train.tasks.text import (  # noqa: E402
-    MASK,
-    SHARE,
-    hide,
-    turned,
-)
+from realrun.train.log import read
+from realrun.train.settings import UNITS, TrainSettings
+from realrun.train.tasks.images import CLASSES, SIDE, canvas, split_images
+from realrun.train.tasks.point_clouds import SURFACES
+from realrun.train.tasks.presets import VOCABULARY
+from realrun.train.tasks.registry import make_task
+from realrun.train.tasks.task import LEFT_OUT, Task, chamfer, loss_of, means, scores
+from realrun.train.tasks.text import MASK, SHARE, hide, turned
 
 CPU = torch.device("cpu")
 
@@ -169,7 +155,7 @@ def test_points_lie_on_their_surface() -> None:
 def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
     """On two ranks with CO2; the log has an accuracy where places have classes."""
     options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 -o o -s co2.published:tau=2"
-    done = realrun(tmp_path, 2, "train", *options.split())
+    done = realrun_on_ranks(tmp_path, 2, "train", *options.split())
     assert done.returncode == 0, done.stderr
     last = read(tmp_path / "o")[-1]
     assert last.step == 8
