@@ -4,7 +4,6 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +33,8 @@ WORDS = {
 def saved(out: Path, **settings: Any) -> Path:
     """A checkpoint of a training on one rank."""
     chosen = TrainSettings(strategy="co2.published:tau=4", **SMALL, **settings)
-    path, alone = out / folder.CHECKPOINTS / "step-000004", SimpleNamespace(rank=0, ranks=1)
-    checkpoint.write(path, {}, {**chosen.identity(), "ranks": 1}, 0, alone)
+    path = out / folder.CHECKPOINTS / "step-000004"
+    checkpoint.write(path, {}, {**chosen.identity(), "ranks": 1}, 0)
     return path
 
 
