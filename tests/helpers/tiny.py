@@ -12,7 +12,7 @@ from co2sim.hardware.cluster import GPU, Cluster, Link
 from co2sim.models.blocks import MatMul
 from co2sim.models.workload import AttentionScores, Block, Model, Workload
 from co2sim.prediction import driver
-from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.simulation.trace import Span, Trace
 
 GIGA = 1e9
@@ -117,6 +117,12 @@ def local_step() -> float:
 def schedule(strategy: str, layout: tuple[int, int] = (2, 2), **changes: Any) -> Schedule:
     """The schedule of a strategy, given as text, for the tiny job."""
     return strategies.parse(strategy).schedule(job(**changes), Layout(*layout))
+
+
+def collectives(schedule: Schedule, kind: Kind | None = None, buffer: str = "") -> list[Collective]:
+    """The collectives of a schedule in order of issue: all, or those of a kind or of a buffer."""
+    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
+    return [work for work in works if kind in {None, work.kind} and buffer in {"", work.buffer}]
 
 
 def by_op(trace: Trace, rank: int = 0) -> dict[tuple[int, str], Span]:

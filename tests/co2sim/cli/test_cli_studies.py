@@ -96,24 +96,6 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     assert len(cells) == 7
 
 
-@pytest.mark.slow
-def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> None:
-    """Two axes of two values give four rows in order, the same on one process and on two."""
-    arguments = ("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=1,4")
-    arguments += ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--csv", "sweep.csv", "--json")
-    code, out, _ = cli(*arguments, "--jobs", "2")
-    assert code == 0
-    found = json.loads(out)
-    assert [tuple(row["setting"].values()) for row in found] == [
-        ("1", "1 Gbit/s"),
-        ("1", "10 Gbit/s"),
-        ("4", "1 Gbit/s"),
-        ("4", "10 Gbit/s"),
-    ]
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
-    assert json.loads(cli(*arguments, "--jobs", "1")[1]) == found
-
-
 def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
     """Rows where some fit; the whole where none does."""
     case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")

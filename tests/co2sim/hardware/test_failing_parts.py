@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import OFFER
 from hypothesis import given
 from hypothesis import strategies as st
+from not_none import not_none
 from scipy.stats import chi2
 
 from co2sim.catalog import load_cluster, names
@@ -14,15 +16,7 @@ from co2sim.prediction.goodput import Trained, goodput_where
 
 DAY, HOUR = 86400.0, 3600.0
 
-CLUSTER = """
-name = "two nodes"
-source = "our machine room"
-nodes = 2
-gpus_per_node = 4
-gpu = "a100-40"
-intra = { bandwidth = "300 GB/s", latency = "3 us" }
-inter = { bandwidth = "25 Gbit/s", latency = "30 us" }
-"""
+CLUSTER = OFFER.format(name="two nodes", price=2, rate=25, nodes=2)
 
 
 def failures(**overrides: str) -> Failures:
@@ -54,12 +48,10 @@ def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     assert named == failures(failures="meta-rsc-1")
     (tmp_path / "ours.toml").write_text('node = "40 days"\nsource = "our log"\n')
     path.write_text(CLUSTER.replace("nodes = 2", 'nodes = 2\nfailures = "ours.toml"', 1))
-    beside = load_cluster(str(path)).value.failures
-    assert beside is not None
+    beside = not_none(load_cluster(str(path)).value.failures)
     assert beside.node == 40 * DAY
     path.write_text(CLUSTER + '\n[failures]\nnode = "150 days"\nspares = 2\n')
-    own = load_cluster(str(path)).value.failures
-    assert own is not None
+    own = not_none(load_cluster(str(path)).value.failures)
     assert (own.node, own.spares, own.gpu) == (150 * DAY, 2, None)
 
 

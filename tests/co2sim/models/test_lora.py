@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
@@ -16,7 +17,7 @@ from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.job import schedule_of
-from co2sim.schedule.schedule import Collective, Kind, Layout
+from co2sim.schedule.schedule import Kind, Layout
 from co2sim.strategies import parse
 
 RANK, LAYERS, H, KV, FFN, VOCAB, TOKENS = 4, 3, 64, 32, 128, 96, 16
@@ -54,9 +55,9 @@ LORA = Workload(SMALL, lora=RANK)
 def moved(strategy: str, job: Workload = LORA, layout: Layout = LAYOUT) -> Counter[Kind]:
     """Elements of a round by kind of collective, but for the norm of gradients."""
     found: Counter[Kind] = Counter()
-    for op in schedule_of(parse(strategy), job, layout).body:
-        if isinstance(op.work, Collective) and op.work.buffer != "norm":
-            found[op.work.kind] += op.work.elements
+    for work in tiny.collectives(schedule_of(parse(strategy), job, layout)):
+        if work.buffer != "norm":
+            found[work.kind] += work.elements
     return found
 
 

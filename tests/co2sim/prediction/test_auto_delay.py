@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
 
-from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction.driver import make_case as case_of
 from co2sim.prediction.driver import trace
@@ -76,12 +75,6 @@ def test_the_figures_are_those_of_the_number_chosen() -> None:
     strategy = CO2(tau=6, delay="auto", fragments=1)
     case = case_of(slow(3.0), tiny.model(), strategy, micro_batch=1, accumulation=1)
     assert trace(case)[0].name == "co2(tau=6, delay=3)"
-
-
-def test_a_round_beyond_all_bounds_is_refused_at_once() -> None:
-    """No schedule of a million steps is built to learn that a network is too slow."""
-    with pytest.raises(OptionError, match="10000 steps"):
-        chosen("co2(tau=auto,delay=auto,fragments=1)", slow(1e6))
 
 
 # --- fragments, and what is predicted ----------------------------------------------------------

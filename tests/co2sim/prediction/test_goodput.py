@@ -12,6 +12,7 @@ import tiny
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from not_none import not_none
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
 
@@ -45,9 +46,7 @@ def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: 
     """Of the tiny model on a tiny cluster."""
     cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
     result = driver.run(Question(cluster=cluster, model=tiny.model(), strategy=strategy))
-    found = goodput_of(result, cluster, tiny.model())
-    assert found is not None
-    return found
+    return not_none(goodput_of(result, cluster, tiny.model()))
 
 
 # --- closed forms ------------------------------------------------------------------------------
@@ -301,13 +300,11 @@ def test_spot_stops_paying_where_a_useful_token_costs_as_much(
     """At the mean time that is found a token costs the same; above it less, below it more."""
     failures = replace(SPOT, spot_price=price, node=days * 8 * DAY)
     job = replace(JOB, workers=workers)
-    found = spot_of(failures, job)
-    assert found is not None
+    found = not_none(spot_of(failures, job))
     assert found.pays_from is not None
     assert found.on_demand == goodput_where(replace(failures, preemption=None), job).useful
     for times, less in ((0.9, False), (1.1, True)):
-        moved = spot_of(replace(failures, preemption=found.pays_from * times), job)
-        assert moved is not None
+        moved = not_none(spot_of(replace(failures, preemption=found.pays_from * times), job))
         assert moved.cost is not None
         assert (moved.cost < 1) is less
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from not_none import not_none
 from one_sample import simulate
 
 from co2sim.prediction.intervals import between, error_model, undecided, unshared
@@ -48,8 +49,7 @@ def test_the_order_of_two_does_not_matter(times: float) -> None:
 
 def test_less_alike_runs_share_less() -> None:
     """Other strategies, sizes and batches are farther, so that more has to lie between them."""
-    pairs = error_model().pairs
-    assert pairs is not None
+    pairs = not_none(error_model().pairs)
     assert unshared(FSDP, FSDP) == pairs.reach(0)
     ddp = simulate("dgx-h100", strategy="zero2", **JOB)  # type: ignore[arg-type]
     assert between(FSDP, ddp) == pytest.approx(2)

@@ -1,4 +1,4 @@
-"""What steps of local updates are worth by published losses: conversion, law and choice."""
+"""What steps of local updates are worth by published losses: law and choice."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from not_none import not_none
 
 from co2sim.prediction.step_factors import (
     Scale,
@@ -17,16 +18,6 @@ from co2sim.prediction.step_factors import (
 )
 
 LARGE = 8_030_261_248
-_B, _BETA = 410.7, 0.28
-"""Of the loss by tokens, E + A / N^a + B / D^b: Hoffmann et al. 2022, arXiv 2203.15556."""
-
-
-def of_losses(ddp: float, loss: float, tokens: float) -> float:
-    """The steps that a method needs for one of DDP, from both losses after the same tokens.
-
-    The method has after D tokens what DDP has after D / factor. Below 1 where it learns more.
-    """
-    return float((1 + (loss - ddp) * tokens**_BETA / _B) ** (1 / _BETA))
 
 
 def rows(method: str, *, fit: bool) -> np.ndarray:
@@ -38,19 +29,13 @@ def rows(method: str, *, fit: bool) -> np.ndarray:
 
 
 def logs(found: np.ndarray) -> np.ndarray:
-    """Ln factors of rows, by another form of the law: the tokens at which DDP has the loss."""
+    """Ln factors of rows: by the tokens at which DDP has the loss, E + A / N^a + B / D^b.
+
+    Source: Hoffmann et al. 2022, arXiv 2203.15556.
+    """
     tokens, ddp, loss = found[:, 3], found[:, 4], found[:, 5]
     alike = ((410.7 / tokens**0.28 + loss - ddp) / 410.7) ** (-1 / 0.28)
     return np.asarray(np.log(tokens / alike))
-
-
-def test_the_conversion_is_the_ratio_of_tokens_by_hand() -> None:
-    """10B parameters, 4 workers, 200 billion tokens, 2.090 to 2.096: 1.078 by hand."""
-    assert of_losses(2.090, 2.096, 200e9) == pytest.approx(1.0213**3.5714, abs=5e-4)
-    assert of_losses(2.090, 2.090, 200e9) == 1
-    assert of_losses(2.090, 2.086, 200e9) < 1
-    alike = 200e9 / of_losses(2.090, 2.096, 200e9)
-    assert 410.7 / alike**0.28 - 410.7 / 200e9**0.28 == pytest.approx(0.006)
 
 
 def test_the_law_is_the_least_squares_of_the_published_rows() -> None:
@@ -99,8 +84,7 @@ def test_more_workers_longer_rounds_and_smaller_models_never_need_fewer_steps(
 
 def of(strategy: str, parameters: int, workers: int) -> StepFactor:
     """The factor of a strategy, which is known, with its range around it."""
-    found = step_factor(strategy, Scale(parameters, workers))
-    assert found is not None
+    found = not_none(step_factor(strategy, Scale(parameters, workers)))
     assert found.low <= found.factor <= (math.inf if found.high is None else found.high)
     return found
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from not_none import not_none
 
 from co2sim import Cluster, Goal, Question, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
@@ -288,8 +289,7 @@ def test_no_option_gains_as_much_against_the_best_trade_as_it_loses(
     pairs: list[tuple[float, float]],
 ) -> None:
     """What saves money by a factor takes longer by a larger one, and the other way round."""
-    plain = totals(result(), cluster(), 1e9)
-    assert plain is not None
+    plain = not_none(totals(result(), cluster(), 1e9))
     options = [replace(plain, days=days, cost=cost) for days, cost in pairs]
     best, cost = pairs[knee(options)]
     for other, price in pairs:

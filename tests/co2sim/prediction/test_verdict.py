@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from not_none import not_none
 
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
@@ -40,11 +41,11 @@ def simulated() -> dict[str, Result]:
 def judged(results: dict[str, Result], factor: str, *names: str) -> Verdict:
     """The verdict on the first of these strategies, with a factor of one's own."""
     goal = Goal(factors={"co2.published": float(factor)})
-    found = verdicts(
-        [case(name) for name in names], [results[name] for name in names], driver.run, goal
-    )[0]
-    assert found is not None
-    return found
+    return not_none(
+        verdicts(
+            [case(name) for name in names], [results[name] for name in names], driver.run, goal
+        )[0]
+    )
 
 
 def test_it_is_compared_with_the_fastest_synchronous_strategy_that_was_asked(
@@ -71,8 +72,7 @@ def test_without_any_it_is_compared_with_what_a_worker_runs_inside(
     """With the same batch, simulated in addition."""
     asked = case(f"local_sgd:tau=12,worker={worker}")
     result = driver.run(asked)
-    found = verdicts([asked], [result], driver.run)[0]
-    assert found is not None
+    found = not_none(verdicts([asked], [result], driver.run)[0])
     other = driver.run(replace(asked, strategy=inside))
     assert found.against == other.strategy
     assert found.step_time_ratio == pytest.approx(other.step_time_s / result.step_time_s)
@@ -95,16 +95,14 @@ def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[st
     """A published factor has a range; certain is what holds at the end that speaks against it."""
     name = "co2.published:tau=12"
     result = simulated[name]
-    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0]
-    assert plain is not None
+    plain = not_none(verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0])
     assert plain.low is not None
     assert plain.high is not None
     assert plain.low < plain.high
     middle = (plain.low * plain.high) ** 0.5
     for ratio, certain in ((plain.low / 1.01, True), (middle, False), (plain.high * 1.01, True)):
         slower = replace(simulated["ddp"], step_time_s=ratio * result.step_time_s)
-        found = verdicts([case(name), case("ddp")], [result, slower], driver.run)[0]
-        assert found is not None
+        found = not_none(verdicts([case(name), case("ddp")], [result, slower], driver.run)[0])
         assert found.certain == certain
 
 
@@ -115,8 +113,7 @@ def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(
     name = "co2.published:tau=12"
     toy = replace(simulated[name], parameters=158_720)
     slow = replace(simulated["ddp"], parameters=158_720, step_time_s=100 * toy.step_time_s)
-    found = verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0]
-    assert found is not None
+    found = not_none(verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0])
     assert found.high is None
     assert found.sooner is not None
     assert found.sooner > 0

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, written
+from commands import OFFER, Command, written
 from html_pages import drawn_points, files, first_screen, heading, held
 
 from co2sim.common.errors import OptionError
@@ -34,16 +34,6 @@ SOLVE = (*SOLVE, "-s", "co2.published:tau=4,worker=node", "--from", "1 Gbit/s", 
 SWEEP = ("sweep", *HERE, "-s", "zero2", "--jobs", "1")
 SWEEP = (*SWEEP, "--vary", "inter.bandwidth=10 Gbit/s, 100 Gbit/s", "--vary", "micro_batch=1,2")
 EVIL = "<script>alert(1)</script>"
-OFFER = """\
-name = "{name}"
-source = "an offer"
-nodes = 2
-gpus_per_node = 8
-gpu = "h100"
-price_per_gpu = "{price} USD/h"
-intra = {{ bandwidth = "450 GB/s", efficiency = 0.8, latency = "3 us" }}
-inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
-"""
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +43,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder.mkdir(exist_ok=True)  # this module is imported by another: the same page for both
     for key, name, price, rate in (("fast", EVIL, 3.0, 1600), ("slow", "ü" * 200, 2.0, 25)):
         path = folder / f"{key}.toml"
-        path.write_text(OFFER.format(name=name, price=price, rate=rate), "utf-8")
+        path.write_text(OFFER.format(name=name, price=price, rate=rate, nodes=2), "utf-8")
         given += ["-c", str(path)]
     given += ["-s", "zero2", "-s", "co2:tau=12,delay=1", "--tokens", "1e10"]
     return (*given, "--global-batch", "256", "--deadline", "300 days", "--json")

@@ -16,8 +16,7 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
-from co2sim.schedule.exchanges import TENSOR
-from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule, tensor
+from co2sim.schedule.schedule import WORLD, Group, Kind, Layout, tensor
 from co2sim.simulation.costs import costs_of, traffic
 from co2sim.simulation.run import execute
 
@@ -26,16 +25,6 @@ DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
 
 GROUPS = [WORLD, sched.NODE, sched.PEERS, sched.LEADERS, sched.SITE, sched.SITE_PEERS]
 GROUPS += [sched.block(2), sched.peers_of_blocks(2)]
-
-
-def exchanges(schedule: Schedule, kind: Kind, buffer: str = "activations") -> list[Collective]:
-    """The exchanges of a kind among ranks that share layers."""
-    works = (op.work for op in schedule.body if op.stream == TENSOR)
-    return [
-        work
-        for work in works
-        if isinstance(work, Collective) and (work.kind, work.buffer) == (kind, buffer)
-    ]
 
 
 def cluster(nodes: int = 2, gpus: int = 4, **changes: object) -> Cluster:
@@ -103,11 +92,11 @@ def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence
         Kind.ALL_GATHER: sums + inputs if sequence else 0,
     }
     for kind, count in counts.items():
-        found = exchanges(schedule, kind)
+        found = tiny.collectives(schedule, kind, "activations")
         assert [(w.elements, w.group) for w in found] == [
             (TOKENS * BODY.hidden, tensor(tp))
         ] * count
-    loss = exchanges(schedule, Kind.ALL_REDUCE, "loss")
+    loss = tiny.collectives(schedule, Kind.ALL_REDUCE, "loss")
     assert [work.elements for work in loss] == [TOKENS] * 3 * schedule.steps
 
 

@@ -8,6 +8,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim.common.errors import ScheduleError
 from co2sim.schedule.schedule import (
@@ -66,23 +67,10 @@ def test_bad_work_is_refused() -> None:
             make()
 
 
-@st.composite
-def bodies(draw: st.DrawFn) -> tuple[Op, ...]:
-    """Random legal bodies: any streams, waits for ops before, or for any op of an earlier round."""
-    size = draw(st.integers(1, 8))
-    body = []
-    for index in range(size):
-        wait = st.builds(
-            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
-            st.integers(0, size - 1),
-            st.integers(0, 3),
-        )
-        after = draw(st.lists(wait, max_size=3))
-        body.append(op(f"op{index}", *after, stream=draw(st.sampled_from("abc"))))
-    return tuple(body)
+bodies = random_schedules(st.just(WORK), ["a", "b", "c"]).map(lambda schedule: schedule.body)
 
 
-@given(bodies(), st.integers(1, 5))
+@given(bodies, st.integers(1, 5))
 def test_instances_wait_for_what_the_body_says(body: tuple[Op, ...], rounds: int) -> None:
     """An instance waits for the named op so many rounds ago, and for nothing before round 0."""
     stream = {each.name: each.stream for each in body}
@@ -142,7 +130,7 @@ def closed(body: tuple[Op, ...]) -> tuple[Op, ...]:
     return (*waiting, op("end", *(After(each.name) for each in body)))
 
 
-@given(bodies(), st.booleans())
+@given(bodies, st.booleans())
 def test_rounds_are_apart_if_the_last_op_stands_between_them(
     body: tuple[Op, ...],
     close: bool,  # noqa: FBT001

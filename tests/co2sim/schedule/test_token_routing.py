@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.common.errors import ScheduleError
 from co2sim.schedule.token_routing import TokenRouting, most_load
 
 V3 = TokenRouting(8, 256, 7168, groups=8, active_groups=4)
@@ -75,16 +74,3 @@ def test_one_rank_gets_all_tokens_at_most() -> None:
     assert most_load(2, 8, 4) == 4
     assert most_load(8, 256, 64) == 32  # each token half of its eight, on four experts
     assert most_load(8, 256, 1) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"groups": 4, "active": 3}, "active is 3; it must be 1 to 2"),
-        ({"load": 0.5}, "load is 0.5"),
-    ],
-)
-def test_what_no_router_can_do_is_refused(options: dict[str, int], message: str) -> None:
-    """In one line."""
-    with pytest.raises(ScheduleError, match=message):
-        TokenRouting(**{"active": 2, "count": 8, "width": 4} | options)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim.hardware.cluster import Cluster, HostEffects, Link
 from co2sim.schedule.schedule import (
@@ -118,29 +119,17 @@ def uncontended(nodes: int, gpus: int) -> Cluster:
     return tiny.cluster(nodes, gpus, intra=link, inter=link, backend="gloo")
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Random bodies of compute and collectives, with random waits up to two rounds back."""
-    size = draw(st.integers(1, 7))
-    body = []
-    for index in range(size):
-        wait = st.builds(
-            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
-            st.integers(0, size - 1),
-            st.integers(0, 2),
-        )
-        after = draw(st.lists(wait, max_size=3))
-        stream = draw(st.sampled_from(["compute", "comm", "side"]))
-        if draw(st.booleans()):
-            body.append(seconds(f"op{index}", draw(st.integers(0, 9)), *after, stream=stream))
-        else:
-            group = draw(st.sampled_from([WORLD, NODE, PEERS, LEADERS]))
-            body.append(transfer(f"op{index}", 1, *after, stream=stream, group=group))
-    return Schedule("random", tuple(body))
+WORKS = st.one_of(
+    st.builds(lambda length: seconds("op", length).work, st.integers(0, 9)),
+    st.builds(
+        lambda group: transfer("op", 1, group=group).work,
+        st.sampled_from([WORLD, NODE, PEERS, LEADERS]),
+    ),
+)
 
 
 @given(
-    schedules(),
+    random_schedules(WORKS, ["compute", "comm", "side"]),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(1, 4),
     st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 2.0]), max_size=3),

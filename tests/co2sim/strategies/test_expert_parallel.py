@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
@@ -20,7 +21,6 @@ from co2sim.schedule.schedule import (
     Collective,
     Kind,
     Layout,
-    Schedule,
     experts,
     replicas_of_experts,
 )
@@ -41,12 +41,6 @@ EXPERTS = 2 * 16 * 3 * 32 * 16  # layers, experts, matrices, their sizes
 DENSE = MODEL.parameters - EXPERTS
 JOB = Workload(MODEL, micro_batch=3, ep=4)
 LAYOUT = Layout(2, 8)
-
-
-def collectives(schedule: Schedule, kind: Kind) -> list[Collective]:
-    """In order of issue."""
-    works = [op.work for op in schedule.body]
-    return [one for one in works if isinstance(one, Collective) and one.kind is kind]
 
 
 def elements(found: list[Collective]) -> dict[str, int]:
@@ -86,18 +80,18 @@ def test_gradients_are_reduced_where_they_belong(strategy: str) -> None:
     made = schedule_of(parse(strategy), JOB, LAYOUT)
     kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
     node = strategy in NODES
-    found = elements([one for one in collectives(made, kind) if one.buffer != "norm"])
+    found = elements([one for one in tiny.collectives(made, kind) if one.buffer != "norm"])
     world, replicas = ("node", "shards(2)/4") if node else ("world", "replicas(4)")
     assert found == {world: DENSE, replicas: EXPERTS // 4}
     if node:  # shards of all are then reduced between the nodes
-        again = [one for one in collectives(made, Kind.ALL_REDUCE) if one.buffer != "norm"]
+        again = [one for one in tiny.collectives(made, Kind.ALL_REDUCE) if one.buffer != "norm"]
         assert sum(one.elements for one in again) == DENSE // 8 + EXPERTS // 4 // 2
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
     """fsdp: all but the root twice; zero1: all once, behind the optimizer."""
-    found = elements(collectives(schedule_of(parse(strategy), JOB, LAYOUT), Kind.ALL_GATHER))
+    found = elements(tiny.collectives(schedule_of(parse(strategy), JOB, LAYOUT), Kind.ALL_GATHER))
     root = sum(MODEL.blocks[place].parameters for place in (0, -1))
     times = 2 if strategy == "fsdp" else 1
     want = {"world": times * DENSE - (times - 1) * root, "replicas(4)": times * EXPERTS // 4}
@@ -112,9 +106,9 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
     job = replace(JOB, ep=8)
     for strategy in ("zero1:shard=node", "zero2:shard=node"):
         made = schedule_of(parse(strategy), job, LAYOUT)
-        assert elements(collectives(made, Kind.REDUCE_SCATTER)) == {"node": DENSE}
-        assert elements(collectives(made, Kind.ALL_GATHER)) == {"node": DENSE}
-        again = elements(collectives(made, Kind.ALL_REDUCE))
+        assert elements(tiny.collectives(made, Kind.REDUCE_SCATTER)) == {"node": DENSE}
+        assert elements(tiny.collectives(made, Kind.ALL_GATHER)) == {"node": DENSE}
+        again = elements(tiny.collectives(made, Kind.ALL_REDUCE))
         assert again == {"peers": DENSE // 8 + EXPERTS // 8}
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
@@ -129,7 +123,7 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
 def test_tokens_travel_twice_in_every_pass(recompute: str, checkpointing: str, passes: int) -> None:
     """To the experts and back; not back where a repeated pass stops before its last product."""
     job = replace(JOB, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
-    found = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    found = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
     assert len(found) == 2 * passes  # two layers with experts
     assert {one.elements for one in found} == {3 * 8 * 2 * 32}  # samples, tokens, experts, hidden
     assert {str(one.group) for one in found} == {"experts(4)"}
@@ -171,10 +165,10 @@ def test_a_share_computes_for_as_many_tokens_as_without() -> None:
 def test_tokens_by_node_go_there_and_back(recompute: str, checkpointing: str, ways: str) -> None:
     """Results return as tokens came; those apart and even are all-to-alls as any others."""
     job = replace(JOB, ep=16, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
-    flat = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    flat = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
     assert all(one.routed is None for one in flat)
     asked_for = replace(job, experts_all_to_all="hierarchical")
-    found = collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
+    found = tiny.collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
     forward = [ways[:2]] * 2
     seen = "".join("b" if one.routed and one.routed.back else "t" for one in found)
     assert seen == "".join(forward) + ways[2:] * 2
@@ -186,7 +180,7 @@ def test_tokens_of_uneven_loads_say_so() -> None:
     """So ranks can send as unevenly as the model says."""
     busy = replace(BODY, experts=Experts(count=16, active=2, width=16, dense=1, load=1.5))
     job = replace(JOB, model=language_model("small", busy, vocab=64, tokens=8, tied=False))
-    found = collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    found = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
     assert {one.routed and one.routed.load for one in found} == {1.5}
     most = replace(busy, experts=Experts(count=16, active=2, width=16, dense=1, load=4.5))
     job = replace(JOB, model=language_model("small", most, vocab=64, tokens=8, tied=False))
@@ -213,12 +207,12 @@ def test_with_tensor_parallelism_each_gpu_sends_its_part_of_the_sequence() -> No
     """Experts stay whole; groups of experts hold tensor-parallel GPUs one by one."""
     job = replace(JOB, tp=2, sequence_parallel=True)
     made = schedule_of(parse("zero1"), job, LAYOUT)
-    sent = collectives(made, Kind.ALL_TO_ALL)
+    sent = tiny.collectives(made, Kind.ALL_TO_ALL)
     assert {one.elements for one in sent} == {3 * 4 * 2 * 32}
     assert {str(one.group) for one in sent} == {"experts(4)"}
-    found = elements(collectives(made, Kind.REDUCE_SCATTER))
+    found = elements(tiny.collectives(made, Kind.REDUCE_SCATTER))
     assert found["replicas(4)"] == EXPERTS // 4
-    tensor = [one for one in collectives(made, Kind.ALL_GATHER) if one.buffer == "activations"]
+    tensor = [one for one in tiny.collectives(made, Kind.ALL_GATHER) if one.buffer == "activations"]
     # forward: two inputs of the dense layer, one of each other, one of the head; backward: as many
     # again, and those of outputs, the embedding's too
     assert len(tensor) == 5 + 5 + 5

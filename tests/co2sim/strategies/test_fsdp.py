@@ -118,8 +118,8 @@ def collectives(
     strategy: str, layout: tuple[int, int] = (2, 2), **changes: int
 ) -> list[Collective]:
     """In the order of issue, without the norm of gradients."""
-    works = [op.work for op in tiny.schedule(strategy, layout, **changes).body]
-    return [work for work in works if isinstance(work, Collective) and work.buffer != "norm"]
+    works = tiny.collectives(tiny.schedule(strategy, layout, **changes))
+    return [work for work in works if work.buffer != "norm"]
 
 
 def test_units_are_gathered_twice_and_the_root_once() -> None:

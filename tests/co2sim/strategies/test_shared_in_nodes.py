@@ -1,5 +1,6 @@
 """Optimizer states divided inside nodes: what every collective moves, memory, and step times."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.prediction.question import Question
-from co2sim.schedule.schedule import Collective, Layout, Schedule
+from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
@@ -22,13 +23,11 @@ stages = st.sampled_from(["zero1", "zero2"])
 nodes, gpus = st.integers(2, 5), st.sampled_from([2, 4, 5])
 
 
-def moved(schedule: Schedule) -> dict[str, int]:
+def moved(schedule: Schedule) -> Counter[str]:
     """Elements of all collectives, by kind and group."""
-    found: dict[str, int] = {}
-    for op in schedule.body:
-        if isinstance(op.work, Collective):
-            name = f"{op.work.kind} {op.work.group}"
-            found[name] = found.get(name, 0) + op.work.elements
+    found: Counter[str] = Counter()
+    for work in tiny.collectives(schedule):
+        found[f"{work.kind} {work.group}"] += work.elements
     return found
 
 
@@ -119,7 +118,7 @@ def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:
         ({"cp": 2}, 8, {"node", "peers"}),
     ]:
         made = replace(case, **changes).stage()  # type: ignore[arg-type]
-        met = {str(op.work.group) for op in made.schedule.body if isinstance(op.work, Collective)}
+        met = {str(work.group) for work in tiny.collectives(made.schedule)}
         assert groups <= met
         assert "world" not in met
         expected = 12 * made.workload.share.parameters / shares

@@ -473,18 +473,3 @@ def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, own: Path, cl
         printed["runs"][0]["after_tokens_per_s_per_gpu"], rel=1e-3
     )
     assert abs(result["tokens_per_s_per_gpu"] / 38000 - 1) < 0.03
-
-
-@pytest.mark.parametrize("out", ["runs.csv", "mine.txt", "none/mine.toml", "cluster.toml", "."])
-def test_nothing_else_is_written_over(tmp_path: Path, cli: Command, out: str) -> None:
-    """Not the runs, nor a cluster; a folder must be there."""
-    text = "gpus,tokens_per_s_per_gpu\n8,38000\n"
-    (tmp_path / "runs.csv").write_text(text)
-    (tmp_path / "cluster.toml").write_text("name = 'mine'\n")
-    where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", "--micro-batch", "2")
-    place = ("--runs", str(tmp_path / "runs.csv"), "--out", str(tmp_path / out))
-    ended = cli("calibrate", *where, *place)
-    assert ended.code == 2
-    assert "--out is" in ended.err
-    assert (tmp_path / "runs.csv").read_text() == text
-    assert len(list(tmp_path.iterdir())) == 2

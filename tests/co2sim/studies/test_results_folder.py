@@ -126,17 +126,6 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_a_case_that_failed_is_tried_again(tmp_path: Path) -> None:
-    """An error may be that of a machine; it costs next to nothing where it is that of the case."""
-    asked = {**ASKED, "vary": {"gpus": [2, 3, 4]}}
-    assert sweep_to(tmp_path, **asked).failed == 1
-    again = sweep_to(tmp_path, **asked)
-    assert (again.computed, again.reused, again.failed) == (1, 2, 1)
-    ((setting, failure),) = again.failures
-    assert setting == {"gpus": 3}
-    assert "3 GPUs do not fill nodes of 2" in failure.reason
-
-
 def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None:
     """Ddp has no tau: with co2 it has; the others go on."""
     vary = {"strategy": ["co2", "ddp"], "strategy.tau": [1, 2]}
