@@ -47,6 +47,22 @@ VARIANTS = [
 """Every strategy, with the options that change the shape of its schedule."""
 
 
+BY_SITE = [
+    "co2.published(tau=2,worker=site)",
+    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
+    "co2(tau=3,delay=2,worker=site,inner=zero1)",
+    "co2(tau=3,delay=1,fragments=3,worker=site,inner=fsdp)",
+    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
+    "diloco(tau=4,worker=site)",
+    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
+    "diloco(tau=2,dtype=int4,worker=site,inner=zero3)",
+    "local_sgd(tau=2,worker=site)",
+    "slowmo(tau=2,worker=site,inner=zero3)",
+    "overlap_local_sgd(tau=2,worker=site,inner=ddp)",
+]
+"""Strategies with a worker per site."""
+
+
 def gpu(**changes: Any) -> GPU:
     """1 TFLOP/s and 1 TB/s, fully attained, in any precision."""
     fields: dict[str, Any] = {

@@ -65,15 +65,6 @@ HOSTS: dict[str, dict[str, Any]] = {
 }
 """What only the reference simulates."""
 
-BY_SITE = [
-    "co2.published(tau=2,worker=site)",
-    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
-    "co2(tau=3,delay=2,worker=site,inner=zero1)",
-    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
-    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
-    "local_sgd(tau=2,worker=site)",
-]
-
 kinds = st.sampled_from(list(KINDS))
 all_kinds = st.sampled_from([*KINDS, *HOSTS])
 shapes = st.sampled_from([(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)])
@@ -236,7 +227,7 @@ def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict
 
 
 @given(
-    st.sampled_from([*BY_SITE, *tiny.VARIANTS]),
+    st.sampled_from([*tiny.BY_SITE, *tiny.VARIANTS]),
     st.sampled_from([(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]),
     all_kinds,
 )

@@ -1,6 +1,7 @@
 """Flows that share links: cases worked out by hand, and what max-min fairness promises."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import pytest
 import simpy
@@ -15,17 +16,19 @@ LINKS = ("a", "b", "c", "d", "e")
 
 
 def finish_times(
-    flows: list[tuple[float, Loads]], capacity: Mapping[Hashable, float], latency: float = 0.0
+    flows: list[tuple[float, Loads]],
+    capacity: Mapping[Hashable, float],
+    network: Callable[..., Any] = Network,
+    transfer: Callable[[Loads, float], Any] = lambda loads, solo: Transfer(loads, {}, 0.0, solo),
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
     env = simpy.Environment()
-    network = Network(env, capacity)
+    links = network(env, capacity)
     ends: dict[int, float] = {}
 
     def begin(number: int, loads: Loads) -> None:
         solo = max(size / capacity[link] for link, size in loads.items())
-        what = Transfer(loads, {}, latency, solo)
-        network.transfer(what, lambda: ends.setdefault(number, env.now))
+        links.transfer(transfer(loads, solo), lambda: ends.setdefault(number, env.now))
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
@@ -37,7 +40,9 @@ def finish_times(
 
 def test_a_flow_alone_takes_latency_and_its_slowest_link() -> None:
     """Alone, a flow takes its latency and the longest time of any of its links."""
-    assert finish_times([(0, {"gpu": 30, "nic": 40})], {"gpu": 10, "nic": 20}, latency=0.5) == [3.5]
+    late = lambda loads, solo: Transfer(loads, {}, 0.5, solo)  # noqa: E731
+    capacity = {"gpu": 10, "nic": 20}
+    assert finish_times([(0, {"gpu": 30, "nic": 40})], capacity, transfer=late) == [3.5]
 
 
 def test_a_link_that_changes_its_capacity_changes_the_rates_on_it() -> None:

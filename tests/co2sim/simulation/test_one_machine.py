@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
-import simpy
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from test_network import finish_times
 
 from co2sim.hardware.cluster import FULLY_IDLE, Cluster, HostEffects, Link, TokenBucket
 from co2sim.schedule.schedule import (
@@ -38,30 +38,17 @@ def ends(
     flows: list[tuple[float, Loads]],
     capacity: Loads,
     bursts: Loads,
-    least: float = 0.0,
     pace: float = math.inf,
     lag: float = 0.0,
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
-    env = simpy.Environment()
     shapers = {link: Shaper(size, capacity[link], pace, lag) for link, size in bursts.items()}
-    network = HostNetwork(env, capacity, shapers)
-    found: dict[int, float] = {}
-
-    def begin(number: int, loads: Loads) -> None:
-        solo = max(size / capacity[link] for link, size in loads.items())
-
-        def done() -> None:
-            found[number] = env.now
-
-        network.transfer(HostTransfer(loads, {}, 0.0, solo, least), done)
-
-    for number, (start, loads) in enumerate(flows):
-        timer = env.timeout(start)
-        assert timer.callbacks is not None
-        timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))  # type: ignore[misc]
-    env.run()
-    return [found[number] for number in range(len(flows))]
+    return finish_times(
+        flows,
+        capacity,
+        lambda env, links: HostNetwork(env, links, shapers),
+        lambda loads, solo: HostTransfer(loads, {}, 0.0, solo, 0.0),
+    )
 
 
 def test_hosts_need_time_for_the_bytes_of_a_burst() -> None:

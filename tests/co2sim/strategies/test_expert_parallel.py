@@ -226,27 +226,6 @@ def test_an_answer_says_how_experts_are_divided_and_ranks_agree() -> None:
     assert folded.step_time_s == pytest.approx(whole.step_time_s, rel=1e-9)
 
 
-def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
-    """180,000 hours of an H800 for 1e12 tokens: arXiv 2412.19437, section 1, with DualPipe.
-
-    2,048 GPUs, 16 stages, experts on 64 GPUs, 15,360 sequences of 4,096 a step (sections 3.2, 4.2).
-    """
-    result = simulate(
-        "h800-3200g",
-        "deepseek-v3",
-        "zero1",
-        gpus=2048,
-        pp=16,
-        ep=64,
-        accumulation=15_360 // 128,
-        precision="fp8",
-        stack="megatron-core",
-        overrides={"stack.overlap_experts": "true"},
-    )
-    published = 1e12 / (180_000 * 3600)
-    assert result.tokens_per_s_low / 2048 < published < result.tokens_per_s_high / 2048
-
-
 def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> None:
     """Nor than the closer bound, which counts what its strategy adds."""
     job = Question(
