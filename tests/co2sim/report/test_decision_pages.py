@@ -14,17 +14,11 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import OFFER, Command, written
 from html_pages import drawn_points, files, first_screen, heading, held
 
-from co2sim.common.errors import OptionError
 from co2sim.prediction.driver import run
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.prediction.totals import result_to_dict
 from co2sim.report import bundle
-from co2sim.report.sweep_page import Swept
 from co2sim.studies import run_all
-from co2sim.studies.grid import cases_of, settings
-from co2sim.studies.run_all import Failure
 
 pytestmark = pytest.mark.slow  # each writes a page
 
@@ -191,31 +185,6 @@ def test_an_interrupted_sweep_says_so_on_its_page(
     assert len(json.loads(files(text)["sweep.json"])) == 3
     assert cli(*SWEEP[:-2], "--vary", "micro_batch=0", "--report", "none.html").code == 2
     assert not Path("none.html").exists()
-
-
-def many(count: int) -> Swept:
-    """A sweep over so many cases: one result and one failure again and again."""
-    values = ", ".join(f"{value + 1} Gbit/s" for value in range(count // 50))
-    job = Question(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=16)
-    grid = {"inter.bandwidth": values, "seed": ", ".join(map(str, range(50)))}
-    asked = settings(grid)
-    cases = cases_of(job, asked)
-    result, failure = run(job), Failure("", OptionError("it does not fit " * 20))
-    outcomes = [failure if place % 3 == 0 else result for place in range(len(cases))]
-    return Swept(
-        cases=cases,
-        settings=asked,
-        outcomes=outcomes,
-        rows=[
-            result_to_dict(case, one, NO_GOAL, None)
-            if isinstance(one, Result)
-            else {"error": one.reason}
-            for case, one in zip(cases, outcomes, strict=True)
-        ],
-        goal=NO_GOAL,
-        tokens=None,
-        command="co2sim sweep",
-    )
 
 
 @pytest.mark.parametrize("command", ["plan", "solve", "sweep"])

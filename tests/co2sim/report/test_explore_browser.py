@@ -101,11 +101,6 @@ class Explorer(Opened):
         slider = self.page.locator(f'input[data-path="{path}"]')
         return int(slider.get_attribute("max") or 0) + 1
 
-    def paths(self) -> list[str]:
-        """The numbers that have sliders."""
-        sliders = self.page.locator("input[data-path]")
-        return [one.get_attribute("data-path") or "" for one in sliders.all()]
-
     def table(self) -> dict[str, dict[str, str]]:
         """Cells by strategy and heading."""
         rows = self.page.evaluate(

@@ -16,10 +16,6 @@ from co2sim.prediction import driver
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.trace import SpanTable, Trace, by_stream, last_end
 
-EVIL = "<script>alert(1)</script>"
-MOST = 100_000
-"""Characters of what a notebook keeps for each cell."""
-
 
 class Page(HTMLParser):
     """The elements and texts of a piece of HTML; it refuses what is not closed in order."""

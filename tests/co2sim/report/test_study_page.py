@@ -25,7 +25,7 @@ from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.report import bundle, charts, html, rounds, sections, study_page
+from co2sim.report import bundle, charts, rounds, sections
 from co2sim.report.study_page import Study
 from co2sim.studies.grid import over_sizes
 
@@ -53,11 +53,6 @@ def study_of(
         comparisons=(),
         command="co2sim report ...",
     )
-
-
-def rendered(study: Study) -> bytes:
-    """The page of a study."""
-    return html.render(study_page.page(study))
 
 
 @pytest.fixture

@@ -25,9 +25,6 @@ from co2sim.studies.sensitivity import MORE, levers
 from co2sim.studies.solve import Solved, solve, spans
 from co2sim.studies.targets import METRICS, Axis, Target, View, axis_of, target_of
 
-ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
-HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", *ONE_SAMPLE)
-
 
 def roomy(nodes: int, per_node: int, **changes: Any) -> Cluster:
     """The tiny cluster with GPUs that have room for the driver and NCCL."""
