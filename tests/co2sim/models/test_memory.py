@@ -108,24 +108,6 @@ def kept(model: Model, **changes: object) -> float:
     return activations(Workload(model, **changes)).get("activations", 0.0)  # type: ignore[arg-type]
 
 
-SHAPES = (
-    st.integers(1, 4), st.integers(1, 16), st.integers(1, 8), st.integers(1, 512), st.integers(1, 4)
-)  # fmt: skip
-"""Layers, width of a head, heads, tokens, samples."""
-
-
-@given(*SHAPES)
-def test_flash_attention_keeps_a_number_for_every_row_of_scores(
-    layers: int, head_dim: int, heads: int, tokens: int, batch: int
-) -> None:
-    """Without dropout 32 s b h, and the log-sum-exp of every row in fp32 in place of the scores."""
-    h, a, s, b = head_dim * heads, heads, tokens, batch
-    for recompute in ("none", "selective"):
-        options = {"micro_batch": b, "recompute": recompute}
-        more, fewer = (kept(gpt(count, h, a, s), **options) for count in (layers + 1, layers))
-        assert more - fewer == pytest.approx(32 * s * b * h + 4 * a * s * b)
-
-
 @pytest.mark.slow  # imports torch
 def test_a_layer_keeps_what_pytorch_keeps() -> None:
     """A layer without dropout in bf16 with PyTorch's flash attention: every tensor autograd saves.

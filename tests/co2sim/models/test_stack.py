@@ -47,31 +47,30 @@ def seconds(kernels: Kernels, stack: Stack = STACK) -> float:
     return compute_time(Compute("forward", 1.0, 0.0, kernels), stack.on(GPU), "bf16")
 
 
-def test_a_product_takes_its_arithmetic_its_operands_and_its_start() -> None:
-    """As published for the GPU, slowed down by what lasts in a training; calls start one by one."""
-    product = Gemm(4096, 1024, 2048, width=2.0, batch=3, count=2.0)
-    flops, moved = 2 * 6 * 4096 * 1024 * 2048, 12 * (4096 * 1024 + 1024 * 2048 + 4096 * 2048)
-    expected = math.hypot(flops / (PEAK * 0.8 * 0.9), moved / (MEMORY * 0.5)) + 2e-6
-    assert seconds(Kernels((product,), 0, 0.0)) == pytest.approx(expected)
+@given(
+    st.lists(st.tuples(*[st.integers(1, 5000)] * 3, st.integers(1, 3)), max_size=2),
+    st.integers(0, 500),
+    st.floats(0, 1e11),
+    st.integers(1, 10**6),
+)
+def test_a_pass_takes_the_longer_of_its_kernels_and_its_host(
+    sides: list[tuple[int, int, int, int]], calls: int, elementwise: float, length: int
+) -> None:
+    """Kernels one after the other: their arithmetic, operands and starts, slowed by what lasts.
 
-
-@given(st.integers(1, 10**6))
-def test_attention_attains_half_of_its_speed_at_its_half_length(length: int) -> None:
-    """It approaches that of long sequences, forward and backward alike."""
-    work = FusedAttention(1e12, 0.0, length, backward=2e12)
-    took = seconds(Kernels((), 0, 0.0, attention=work))
+    Attention attains half of its speed at its half length, forward and backward alike; elementwise
+    kernels move more than the least by the factor of the stack.
+    """
+    products = tuple(Gemm(a, b, c, width=2.0, batch=many, count=2.0) for a, b, c, many in sides)
+    device = 2 * elementwise / MEMORY
+    for a, b, c, many in sides:
+        flops, moved = 4 * many * a * b * c, 4 * many * (a * b + b * c + a * c)
+        device += math.hypot(flops / (PEAK * 0.8 * 0.9), moved / (MEMORY * 0.5)) + 2e-6
     share = length / (length + 1000)
-    assert took == pytest.approx(1e12 / (PEAK * 0.5 * share) + 2e12 / (PEAK * 0.25 * share))
-
-
-def test_elementwise_kernels_move_more_than_the_least() -> None:
-    """By the factor of the stack."""
-    assert seconds(Kernels((), 0, 1e9)) == pytest.approx(2e9 / MEMORY)
-
-
-def test_a_host_that_is_slower_than_the_gpu_takes_its_time() -> None:
-    """Each operation takes the host its overhead."""
-    assert seconds(Kernels((), 500, 1e9)) == pytest.approx(500e-5)
+    device += 1e12 / (PEAK * 0.5 * share) + 2e12 / (PEAK * 0.25 * share)
+    attention = FusedAttention(1e12, 0.0, length, backward=2e12)
+    took = seconds(Kernels(products, calls, elementwise, attention=attention))
+    assert took == pytest.approx(max(device, calls * 1e-5))
 
 
 def test_an_unknown_implementation_of_attention_runs_as_products_do() -> None:

@@ -81,29 +81,6 @@ def test_shares_sum_to_one(
         assert min(values) >= -1e-9
 
 
-def daly(rate: float, blocking: float) -> float:
-    """Daly's higher order: Future Generation Computer Systems 22, 2006, equation 37."""
-    part = math.sqrt(blocking * rate / 2)
-    return math.sqrt(2 * blocking / rate) * (1 + part / 3 + part**2 / 9) - blocking
-
-
-@given(st.floats(1e-7, 1e-3), st.floats(1.0, 600.0))
-def test_the_best_interval_is_the_best(rate: float, blocking: float) -> None:
-    """No interval a little longer or shorter has more useful time; Young and Daly come near it."""
-    saving, after = Saving(blocking=blocking), Restart(restart=100.0)
-    best = best_interval(rate, saving)
-
-    def useful(every: float) -> float:
-        return whole_job_shares(rate, every, saving, after).useful
-
-    assert useful(best) >= useful(best * 1.01)
-    assert useful(best) >= useful(best / 1.01)
-    assert useful(best) >= useful(daly(rate, blocking)) - 1e-12
-    if rate * blocking < 0.01:
-        assert daly(rate, blocking) == pytest.approx(best, rel=0.01)
-        assert young(rate, blocking) == pytest.approx(best, rel=0.1)
-
-
 def test_young_is_that_of_his_paper() -> None:
     """A copy that takes a fiftieth of the mean time between failures, by hand."""
     assert young(1.0, 0.02) == pytest.approx(0.2)

@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from not_none import not_none
 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
@@ -22,7 +20,7 @@ from co2sim.prediction.driver import run
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.totals import totals_of
 from co2sim.report.explore import grid as grids
-from co2sim.report.explore.exploration import Control, Exploration, Stop, controls, figures, varying
+from co2sim.report.explore.exploration import Control, Exploration, controls, figures, varying
 from co2sim.report.explore.grid import CHOSEN, ExploreGrid, Positions, StrategyGrid, between
 from co2sim.report.explore.page import asked, exactness
 
@@ -290,45 +288,6 @@ def test_control_c_keeps_what_is_done() -> None:
     assert grid.ended
     assert 0 < len(one.points) - len(one.failed) <= grid.simulated
     assert "Control-C ended it" in exactness(grid)[0]
-
-
-# ---- interpolation, without a simulator
-
-values = st.floats(min_value=1e-3, max_value=1e3)
-powers = st.floats(min_value=-2.0, max_value=2.0)
-
-
-@st.composite
-def power_laws(draw: st.DrawFn) -> tuple[StrategyGrid, tuple[Control, ...], Positions, float]:
-    """Throughput as a product of powers of two controls at some knots, and a place to look at."""
-    shown, knots, at = [], [], []
-    exponents = [draw(powers), draw(powers)]
-    for name in ("a", "b"):
-        found = sorted(draw(st.sets(values, min_size=2, max_size=6)))
-        stops = tuple(Stop(f"{value}", f"{value}", value) for value in found)
-        shown.append(Control(name, name, stops, 0, continuous=True, strategies=(0,)))
-        inner = draw(st.sets(st.integers(0, len(found) - 1)))
-        knots.append(tuple(sorted({0, len(found) - 1} | inner)))
-        at.append(draw(st.integers(0, len(found) - 1)))
-
-    def law(point: tuple[int, ...]) -> float:
-        pairs = zip(shown, point, exponents, strict=True)
-        return 5.0 * math.prod((c.stops[i].value or 0.0) ** power for c, i, power in pairs)
-
-    points = list(product(*knots))
-    figures_of = {"tokens_per_s": [law(point) for point in points], "fits": [True] * len(points)}
-    grid = StrategyGrid("x", (0, 1), tuple(knots), points, figures_of, {}, {})
-    return grid, tuple(shown), tuple(at), law(tuple(at))
-
-
-@given(power_laws())
-def test_a_power_law_is_exact(
-    made: tuple[StrategyGrid, tuple[Control, ...], Positions, float],
-) -> None:
-    """Throughput is linear in the logarithms: no knots are needed for one but the ends."""
-    grid, shown, at, expected = made
-    found = not_none(between(grid, shown, at))
-    assert found["tokens_per_s"] == pytest.approx(expected, rel=1e-9)
 
 
 # ---- the command

@@ -72,33 +72,15 @@ def test_a_link_that_changes_its_capacity_changes_the_rates_on_it() -> None:
     assert ends == pytest.approx({"b": 8.5, "a": 8.5 + 5.5})
 
 
-def filled(paths: list[frozenset[str]], capacity: dict[str, float]) -> list[float]:
-    """Max-min rates by progressive filling: all flows rise together until their link is full."""
-    rates, rising = [0.0] * len(paths), set(range(len(paths)))
-    while rising:
-        room = {
-            link: (whole - sum(r for r, path in zip(rates, paths, strict=True) if link in path))
-            / count
-            for link, whole in capacity.items()
-            if (count := sum(link in paths[flow] for flow in rising))
-        }
-        step = min(room.values())
-        for flow in rising:
-            rates[flow] += step
-        full = {link for link, left in room.items() if left <= step * (1 + 1e-9)}
-        rising = {flow for flow in rising if not full & paths[flow]}
-    return rates
-
-
 def fluid(
-    flows: list[tuple[float, frozenset[str], float]], capacity: dict[str, float]
+    flows: list[tuple[float, frozenset[str], float]], capacity: Mapping[Hashable, float]
 ) -> list[float]:
     """When each flow (start, path, bytes) ends, if all rates are set anew at every event."""
     left = {number: size for number, (_, _, size) in enumerate(flows)}
     ends, now = [0.0] * len(flows), 0.0
     while left:
         active = [n for n in left if flows[n][0] <= now]
-        rates = filled([flows[n][1] for n in active], capacity)
+        rates = max_min_rates([dict.fromkeys(flows[n][1], 1.0) for n in active], capacity)
         done = [now + left[n] / rate for n, rate in zip(active, rates, strict=True)]
         then = min([*done, *(flows[n][0] for n in left if flows[n][0] > now)])
         for number, rate, end in zip(active, rates, done, strict=True):
@@ -128,8 +110,7 @@ def test_flows_end_as_in_a_fluid_whose_rates_are_all_set_anew_at_every_event(
 ) -> None:
     """Flows that share links through others have their rates changed, too, and at the time.
 
-    The oracle fills links progressively (Bertsekas and Gallager, 6.5.2), where bytes are the same
-    on all links of a flow.
+    The rates are fair ones, as the next test says; bytes are the same on all links of a flow.
     """
     loads: list[tuple[float, Loads]] = [
         (start, dict.fromkeys(path, size)) for start, path, size in flows

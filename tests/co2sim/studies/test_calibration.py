@@ -20,10 +20,6 @@ from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
 from co2sim.prediction.intervals import (
-    DistanceErrors,
-    ErrorModel,
-    Situation,
-    distance,
     setting_of,
 )
 from co2sim.prediction.question import Question
@@ -237,35 +233,6 @@ def test_another_gpu_and_local_steps_are_not_known_from_it(
     """Their interval is that of published runs."""
     result = driver.run(replace(JOB, gpus=16, stack=str(own), **changes))
     assert "published training runs" in result.interval_source
-
-
-@given(st.floats(0, 20), st.floats(0, 20))
-def test_no_distance_makes_an_interval_wider_than_errors_of_others(
-    one: float, other: float
-) -> None:
-    """And a farther run never narrows it."""
-    model = ErrorModel(
-        {"any": 0.1}, 1.6, (), DistanceErrors(any=0.03, apart=0.02, factor=2, runs=9)
-    )
-
-    class Alone(Situation):
-        parts = {"any": 1.0}  # noqa: RUF012
-
-    near, far = (
-        model.reach(Alone(exposed=0, nodes=1, divided=1, host=0, apart=apart))
-        for apart in sorted((one, other))
-    )
-    assert near <= far <= 1.6 * 0.1 + 1e-12
-
-
-@given(st.integers(1, 10), st.integers(1, 10))
-def test_a_distance_is_that_back(more: int, tokens: int) -> None:
-    """Nothing from itself, and twice as many GPUs are half as far as twice the parameters."""
-    here = _setting(replace(JOB, gpus=8))
-    there = replace(here, gpus=8 * more, tokens=here.tokens * tokens)
-    expected = pytest.approx(0.5 * math.log2(more) + 0.5 * math.log2(tokens))
-    assert distance(here, there) == expected
-    assert distance(there, here) == expected
 
 
 # --- rows and traces ----------------------------------------------------------------------------
