@@ -227,29 +227,6 @@ def test_experts_keep_their_adapters(ep: int, cp: int, rank: int) -> None:
         assert found[Kind.REDUCE_SCATTER] == share.trained
 
 
-STRATEGIES = ["ddp", "zero1", "zero2", "zero2:owners=true", "zero3", "zeropp", "fsdp"]
-STRATEGIES += [
-    "fsdp:shard=node",
-    "fsdp:version=1,sync=last",
-    "local_sgd:tau=2",
-    "co2.published:tau=3",
-]
-STRATEGIES += ["diloco:tau=2,worker=node,inner=fsdp", "co2.published:tau=2,worker=node,inner=zero3"]
-
-
-@given(st.sampled_from(STRATEGIES), st.integers(1, 4), st.integers(1, 2), st.sampled_from([1, 2]))
-def test_no_collective_sends_more_for_adapters_but_for_gathers_of_weights(
-    strategy: str, rank: int, accumulation: int, tp: int
-) -> None:
-    """Gathers grow by the adapters; all together they send less than all gradients would."""
-    bare = Workload(SMALL, accumulation=accumulation, tp=tp)
-    job = replace(bare, lora=rank)
-    plain, found = moved(strategy, bare), moved(strategy, job)
-    assert sum(found.values()) <= sum(plain.values())
-    for kind in found.keys() - {Kind.ALL_GATHER, Kind.ALL_REDUCE}:
-        assert found[kind] <= plain[kind]
-
-
 def test_a_pipeline_has_the_flop_and_adapters_of_all_stages() -> None:
     """An answer for it says as much as that for one stage; gradients are those of its layers."""
     job = JOB | {"model": "llama3-8b", "strategy": "ddp", "lora": 16, "accumulation": 4}

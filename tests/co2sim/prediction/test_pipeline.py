@@ -142,7 +142,7 @@ def test_times_are_those_of_passes_one_after_the_other(
 def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
     shape: tuple[int, int, int], data: st.DataObject
 ) -> None:
-    """Forward before backward; held is what is begun and not ended, with the layers of its chunk."""
+    """Forward before backward; what is begun and not ended is held, by layers of its chunk."""
     stages, chunks, micros = shape
     pipeline = Pipeline(*shape)
     layers = data.draw(st.lists(st.integers(1, 9), min_size=chunks, max_size=chunks))

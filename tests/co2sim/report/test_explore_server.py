@@ -218,14 +218,6 @@ def test_wrong_words_are_answered_as_on_the_command_line(client: TestClient) -> 
 # ---- what may be read
 
 
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    """A cluster of this machine that nobody named."""
-    path = tmp_path / "secret.toml"
-    path.write_text((CLUSTERS / "cloud-25g.toml").read_text("utf-8"), "utf-8")
-    return path
-
-
 def test_only_the_catalog_is_read(client: TestClient) -> None:
     """A path is an unknown name, wherever it stands, whether there is such a file or not."""
     for name in (

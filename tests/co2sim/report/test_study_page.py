@@ -17,7 +17,7 @@ from not_none import not_none
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, written
+from commands import written
 from one_sample import simulate
 
 from co2sim.models.memory import GIB
@@ -236,18 +236,6 @@ def test_equal_clusters_are_called_equal() -> None:
         panels=[name for name in ("one", "other") for _ in study.cases],
     )
     assert "equally fast" in twice.answer()[0]
-
-
-def test_a_missing_extra_is_named_before_anything_is_simulated(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The base install has no Vega."""
-    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    given = ["-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--report", "r.html"]
-    for name in ("run", "scale"):
-        done = cli(name, *given)
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert ".[report]" in done.err
 
 
 def test_the_bundle_is_kept_for_the_next_page(

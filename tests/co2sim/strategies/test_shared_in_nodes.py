@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Layout, Schedule
-from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
 M = 2000
@@ -43,18 +42,6 @@ def test_a_share_is_reduced_between_nodes_once_a_step(
         "all_reduce peers": M // g,
         "all_gather node": M,
     }
-
-
-@given(stages, nodes, gpus)
-def test_network_cards_carry_the_shares_of_gradients_and_nothing_else(
-    stage: str, n: int, g: int
-) -> None:
-    """A ring of n: 2 (n-1)/n of 1/g of the gradients for a GPU, g times that for a node."""
-    found = traffic(tiny.schedule(f"{stage}(shard=node)", (n, g)), tiny.cluster(n, g))
-    between = 2 * (n - 1) / n * WIDTH * M / g
-    inside = 2 * (g - 1) / g * WIDTH * M
-    assert found.nic == pytest.approx(g * between)
-    assert found.gpu == pytest.approx(between + inside)
 
 
 @given(nodes, gpus)
