@@ -346,17 +346,3 @@ def test_progress_rises_to_1_and_changes_nothing(strategy: str, noise: Noise) ->
     assert trace == run(schedule, cluster, 40, noise=noise)
     assert said == sorted(said)
     assert 0 <= said[0] < said[-1] == 1
-
-
-# --- noise --------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
-    """Jitter and stragglers are drawn from the seed, and from nothing else."""
-    schedule, cluster = tiny.schedule("zeropp"), tiny.cluster()
-
-    def noisy(seed: int) -> Trace:
-        return run(schedule, cluster, 4, noise=Noise(jitter=0.2, straggle=0.3, seed=seed))
-
-    assert noisy(7) == noisy(7)
-    assert noisy(7) != noisy(8)

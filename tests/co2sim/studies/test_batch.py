@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import tiny
+from places import DATA
 
 import co2sim
 from co2sim import DDP, Noise, OptionError, PublishedCO2, Question, run
@@ -17,16 +18,8 @@ from co2sim.common.version import own_identity
 from co2sim.studies.results_folder import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
+CONFIG = json.loads((DATA / "huggingface.json").read_text())["llama"]["config"]
 CASE = Question(cluster="a100-tcp80", model="gpt2-small", strategy="co2.published:tau=2", gpus=16)
-
-CONFIG = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_positions": 32,
-    "vocab_size": 100,
-}
 
 
 @pytest.fixture

@@ -287,36 +287,45 @@ def test_a_bad_row_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert said in str(error.value)
 
 
+def gpu_event(
+    name: str, ts: float, dur: float, *, cat: str = "kernel", **args: object
+) -> dict[str, object]:
+    """An event as the profiler writes it for the kernel, or the launch, of a process."""
+    own = {"pid": args.pop("pid", 0), "tid": args.get("stream", 0)}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **own}
+
+
+def profile_of(
+    folder: Path, events: Sequence[dict[str, object]], name: str = "events.json"
+) -> Profile:
+    """What is read of a trace of these events, as PyTorch writes it; packed where its name says."""
+    text = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "x"}, *events]})
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return read_profile(path)
+
+
 EVENTS = [
-    ("cpu_op", "aten::mm", 0, 5),
-    ("user_annotation", "ProfilerStep#7", 0, 1000),
-    ("gpu_user_annotation", "ProfilerStep#7", 100, 5000),
-    ("user_annotation", "ProfilerStep#8", 1000, 1200),
-    ("kernel", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 600),
-    ("kernel", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", 620, 200),
-    ("kernel", "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 830, 100),
-    ("kernel", "void at::native::vectorized_elementwise_kernel<4, at::native::mul>", 940, 60),
-    ("kernel", "triton_poi_fused_add_0", 1000, 40),
-    ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1040, 100),
-    ("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 900),
+    gpu_event("aten::mm", 0, 5, cat="cpu_op"),
+    gpu_event("ProfilerStep#7", 0, 1000, cat="user_annotation"),
+    gpu_event("ProfilerStep#7", 100, 5000, cat="gpu_user_annotation"),
+    gpu_event("ProfilerStep#8", 1000, 1200, cat="user_annotation"),
+    gpu_event("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 600),
+    gpu_event("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", 620, 200),
+    gpu_event("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 830, 100),
+    gpu_event("void at::native::vectorized_elementwise_kernel<4, at::native::mul>", 940, 60),
+    gpu_event("triton_poi_fused_add_0", 1000, 40),
+    gpu_event("Memcpy DtoD (Device -> Device)", 1040, 100, cat="gpu_memcpy"),
+    gpu_event(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 900, stream=1
+    ),
 ]
-
-
-def trace(path: Path, events: Sequence[tuple[str, str, float, float]] = EVENTS) -> Path:
-    """A file as PyTorch's profiler writes it, as far as it is read; packed where its name says."""
-    made = [
-        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events
-    ]
-    text = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "x"}, *made]})
-    packed = gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
-    path.write_bytes(packed)
-    return path
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_gives_the_kernels_of_a_step(tmp_path: Path, name: str) -> None:
     """By class, each divided by the steps that are marked; a step is the median of these."""
-    found = read_profile(trace(tmp_path / name))
+    found = profile_of(tmp_path, EVENTS, name)
     assert found == Profile(
         step=pytest.approx(1.1e-3),
         products=pytest.approx(0.4e-3),
@@ -332,21 +341,6 @@ def test_kernels_are_told_by_their_names() -> None:
     named = [line.partition(": ")[::2] for line in lines if not line.startswith("#")]
     assert len(named) > 90
     assert [(part_of_step(name) or "none", name) for _, name in named] == named
-
-
-def gpu_event(
-    name: str, ts: float, dur: float, *, cat: str = "kernel", **args: object
-) -> dict[str, object]:
-    """An event as the profiler writes it for the kernel, or the launch, of a process."""
-    own = {"pid": args.pop("pid", 0), "tid": args.get("stream", 0)}
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **own}
-
-
-def profile_of(folder: Path, events: Sequence[dict[str, object]]) -> Profile:
-    """What is read of a trace of these events."""
-    path = folder / "events.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    return read_profile(path)
 
 
 STEP = gpu_event("ProfilerStep#3", 1000, 1000, cat="user_annotation")

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -201,59 +202,49 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
 
 
 @pytest.mark.slow
-def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]) -> None:
-    """With the bandwidth that is named both options of one cluster cost the same."""
-    space = Space(
-        job=Question(cluster="", model="gpt2-xl", strategy="", global_batch=128),
-        clusters=(offers[0],),
-        strategies=("fsdp", "zero2"),
-        gpus="32",
-    )
-    wanted = Objective(want="fastest", tokens=1e11)
-    found = plan(space, wanted)
-    assert found.choice is not None
-    assert found.runner_up is not None
-    turns = [
-        turn
-        for turn in break_even(found.choice, found.runner_up, wanted)
-        if turn.what.startswith("inter.bandwidth")
-    ]
-    for turn in turns:
-        days = []
-        for option in (found.choice, found.runner_up):
-            moved = replace(option.case, overrides={"inter.bandwidth": f"{turn.at!r} B/s"})
-            days.append(driver.run(moved).step_time_s)
-        assert days[0] == pytest.approx(days[1], rel=5e-3)
-
-
-@pytest.mark.slow
-def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str, str]) -> None:
-    """DDP wins while little fails; so many times as often both take equally long."""
-    space = Space(
-        job=Question(
-            cluster="",
-            model="gpt2-small",
-            strategy="",
-            global_batch=128,
-            overrides={"failures": "meta-rsc-1", "failures.node": "5 days"},
+@pytest.mark.parametrize(
+    ("model", "strategies", "overrides", "what", "moved"),
+    [
+        (
+            "gpt2-xl",
+            ("fsdp", "zero2"),
+            {},
+            "inter.bandwidth",
+            lambda value: {"inter.bandwidth": f"{value!r} B/s"},
         ),
-        clusters=(offers[0],),
-        strategies=("zero1", "local_sgd(tau=12,worker=node)"),
-        gpus="32",
-    )
+        (
+            "gpt2-small",
+            ("zero1", "local_sgd(tau=12,worker=node)"),
+            {"failures": "meta-rsc-1", "failures.node": "5 days"},
+            "the rate of failures",
+            lambda times: {"failures.node": f"{5 / times!r} days"},
+        ),
+    ],
+    ids=["bandwidth", "failures"],
+)
+def test_at_a_break_even_both_take_as_long(
+    offers: tuple[str, str],
+    model: str,
+    strategies: tuple[str, ...],
+    overrides: dict[str, str],
+    what: str,
+    moved: Callable[[float], dict[str, str]],
+) -> None:
+    """With the bandwidth that is named, and with so many times as many failures."""
+    job = Question(cluster="", model=model, strategy="", global_batch=128, overrides=overrides)
+    space = Space(job=job, clusters=offers[:1], strategies=strategies, gpus="32")
     wanted = Objective(want="fastest", tokens=1e11, goal=Goal(factors={"local_sgd": 1.2}))
     found = plan(space, wanted)
-    assert found.choice is not None
-    assert found.runner_up is not None
-    turns = break_even(found.choice, found.runner_up, wanted)
-    (turn,) = (turn for turn in turns if turn.what.startswith("the rate of failures"))
-    days = []
-    for option in (found.choice, found.runner_up):
-        more = {"failures.node": f"{5 / turn.at!r} days"}
-        case = replace(option.case, overrides={**option.case.overrides, **more})
-        there = not_none(totals_of(case, option.result, wanted.tokens, wanted.goal))
-        days.append(there.days)
-    assert days[0] == pytest.approx(days[1], rel=5e-3)
+    options = not_none(found.choice), not_none(found.runner_up)
+    values = [turn.at for turn in break_even(*options, wanted) if turn.what.startswith(what)]
+    assert values
+    for value in values:
+        days = []
+        for option in options:
+            case = replace(option.case, overrides={**option.case.overrides, **moved(value)})
+            total = totals_of(case, driver.run(case), wanted.tokens, wanted.goal)
+            days.append(not_none(total).days)
+        assert days[0] == pytest.approx(days[1], rel=5e-3)
 
 
 # --- the command --------------------------------------------------------------------------------
