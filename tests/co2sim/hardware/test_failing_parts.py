@@ -7,7 +7,6 @@ import pytest
 from commands import OFFER
 from hypothesis import given
 from hypothesis import strategies as st
-from not_none import not_none
 from scipy.stats import chi2
 
 from co2sim.catalog import load_cluster, names
@@ -22,7 +21,6 @@ CLUSTER = OFFER.format(name="two nodes", price=2, rate=25, nodes=2)
 def failures(**overrides: str) -> Failures:
     """Of a cluster of the catalog, with numbers that are set."""
     found = load_cluster("dgx-h100", {k.replace("__", "."): v for k, v in overrides.items()}).value
-    assert found.failures is not None
     return found.failures
 
 
@@ -48,10 +46,10 @@ def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     assert named == failures(failures="meta-rsc-1")
     (tmp_path / "ours.toml").write_text('node = "40 days"\nsource = "our log"\n')
     path.write_text(CLUSTER.replace("nodes = 2", 'nodes = 2\nfailures = "ours.toml"', 1))
-    beside = not_none(load_cluster(str(path)).value.failures)
+    beside = load_cluster(str(path)).value.failures
     assert beside.node == 40 * DAY
     path.write_text(CLUSTER + '\n[failures]\nnode = "150 days"\nspares = 2\n')
-    own = not_none(load_cluster(str(path)).value.failures)
+    own = load_cluster(str(path)).value.failures
     assert (own.node, own.spares, own.gpu) == (150 * DAY, 2, None)
 
 

@@ -97,9 +97,6 @@ def test_kernels_have_one_product_of_a_frozen_weight_backward_and_two_of_adapter
     job = Workload(SMALL, micro_batch=2, lora=RANK, attention=attention)  # type: ignore[arg-type]
     bare = Workload(SMALL, micro_batch=2, attention=attention)  # type: ignore[arg-type]
     for one, plain in zip(job.works()[1:-1], bare.works()[1:-1], strict=True):
-        assert one.forward.kernels
-        assert one.backward.kernels
-        assert plain.forward.kernels
         pairs = one.forward.kernels.products[-14:]
         assert [(a.inner, a.columns) for a in pairs[::2]] == [(a, RANK) for a, _ in SIDES]
         assert [(b.inner, b.columns) for b in pairs[1::2]] == [(RANK, b) for _, b in SIDES]

@@ -68,8 +68,6 @@ def test_a_narrow_product_attains_its_part_of_its_own_peak() -> None:
     """On an H100 0.688 of 1,979 TFLOP/s, of which a hot GPU sustains a part."""
     cluster = load_stack("megatron-core").value.within(load_cluster("dgx-h100").value)
     gpu = cluster.gpu
-    assert gpu.kernels is not None
-    assert gpu.products is not None
     one = Gemm(8192, 8192, 8192, 1.0, narrow="fp8", result=2.0)
     found = kernel_parts(Kernels((one,), 0, 0.0), gpu, gpu.kernels, "bf16").products
     speed = gpu.peak["fp8"] * 0.688 * gpu.products.sustained

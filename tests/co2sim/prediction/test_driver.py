@@ -25,7 +25,6 @@ def test_the_figures_of_a_result_agree_with_each_other(strategy: str) -> None:
     assert found.mfu == pytest.approx(found.model_tflops_per_gpu * 1e12 / 312e12)
     assert found.hardware_tflops_per_gpu >= found.model_tflops_per_gpu
     assert 0 <= found.exposed_comm_s <= found.comm_busy_s * (1 + 1e-9)
-    assert found.overlap_ratio is not None
     assert found.overlap_ratio == pytest.approx(1 - found.exposed_comm_s / found.comm_busy_s)
     items = {name: size for name, size in found.memory_bytes_per_gpu.items() if name != "total"}
     assert sum(items.values()) == pytest.approx(found.memory_bytes_per_gpu["total"])
@@ -152,7 +151,6 @@ def test_the_low_end_of_memory_is_at_least_the_states() -> None:
     """Parameters, gradients and optimizer are certain: DDP of 8B fits no GPU of 85 GB."""
     found = simulate("dgx-h100", "llama3-8b", "ddp", gpus=8)
     items = found.memory_bytes_per_gpu
-    assert found.memory_bytes_low is not None
     states = items["parameters"] + items["gradients"] + items["optimizer"]
     assert found.memory_bytes_low >= states > found.gpu_memory_bytes
     assert found.memory_fit == "does not fit"

@@ -12,7 +12,6 @@ import tiny
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from not_none import not_none
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
 
@@ -46,7 +45,7 @@ def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: 
     """Of the tiny model on a tiny cluster."""
     cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
     result = driver.run(Question(cluster=cluster, model=tiny.model(), strategy=strategy))
-    return not_none(goodput_of(result, cluster, tiny.model()))
+    return goodput_of(result, cluster, tiny.model())
 
 
 # --- closed forms ------------------------------------------------------------------------------
@@ -142,7 +141,6 @@ def test_a_checkpoint_is_what_the_optimizer_needs() -> None:
 def test_workers_that_fail_with_their_node_stop_the_others_once() -> None:
     """8 workers on a node: as many stalls as failures of nodes, not 8 for each."""
     found = goodput_where(replace(PLAIN, regroup=7.0, detection=0.0), replace(JOB, workers=64))
-    assert found.workers is not None
     per_second = found.workers.rate * found.workers.count * found.workers.stall
     assert per_second == pytest.approx(8 / (100 * DAY) * 7.0)
 
@@ -155,7 +153,6 @@ def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time
     )
     left = (np.arange(100_000) + 0.5) / 100_000 * round_time  # of the round, after the failure
     expected = float(np.maximum(0, detection - left).mean())
-    assert found.workers is not None
     assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -277,12 +274,10 @@ def test_spot_stops_paying_where_a_useful_token_costs_as_much(
     """At the mean time that is found a token costs the same; above it less, below it more."""
     failures = replace(SPOT, spot_price=price, node=days * 8 * DAY)
     job = replace(JOB, workers=workers)
-    found = not_none(spot_of(failures, job))
-    assert found.pays_from is not None
+    found = spot_of(failures, job)
     assert found.on_demand == goodput_where(replace(failures, preemption=None), job).useful
     for times, less in ((0.9, False), (1.1, True)):
-        moved = not_none(spot_of(replace(failures, preemption=found.pays_from * times), job))
-        assert moved.cost is not None
+        moved = spot_of(replace(failures, preemption=found.pays_from * times), job)
         assert (moved.cost < 1) is less
 
 

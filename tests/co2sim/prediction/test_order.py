@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from not_none import not_none
 from one_sample import simulate
 
 from co2sim.prediction.intervals import between, error_model, undecided, unshared
@@ -19,8 +18,6 @@ FSDP = simulate("dgx-h100", strategy="fsdp", **JOB)  # type: ignore[arg-type]
 def slower(result: Result, times: float) -> Result:
     """The same run at another speed, with its interval."""
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
-    assert low is not None
-    assert high is not None
     speeds = {"tokens_per_s": result.tokens_per_s / times}
     speeds |= {"tokens_per_s_low": low / times, "tokens_per_s_high": high / times}
     return replace(result, **speeds)  # type: ignore[arg-type]
@@ -29,8 +26,6 @@ def slower(result: Result, times: float) -> Result:
 def test_what_two_runs_share_does_not_make_them_undecided() -> None:
     """On one cluster a third is decided, though the intervals overlap; on two it is not."""
     third = slower(FSDP, 1.35)
-    assert FSDP.tokens_per_s_low is not None
-    assert third.tokens_per_s_high is not None
     assert third.tokens_per_s_high > FSDP.tokens_per_s_low
     assert not undecided(FSDP, third)
     for other in ({"cluster": "another"}, {"stack": "another"}, {"model": "another"}):
@@ -49,7 +44,7 @@ def test_the_order_of_two_does_not_matter(times: float) -> None:
 
 def test_less_alike_runs_share_less() -> None:
     """Other strategies, sizes and batches are farther, so that more has to lie between them."""
-    pairs = not_none(error_model().pairs)
+    pairs = error_model().pairs
     assert unshared(FSDP, FSDP) == pairs.reach(0)
     ddp = simulate("dgx-h100", strategy="zero2", **JOB)  # type: ignore[arg-type]
     assert between(FSDP, ddp) == pytest.approx(2)

@@ -8,7 +8,6 @@ from itertools import pairwise
 from statistics import mean
 
 import pytest
-from not_none import not_none
 from one_sample import simulate
 from places import ROOT
 
@@ -64,7 +63,7 @@ def test_the_factors_are_those_of_the_recorded_runs() -> None:
 def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
     """Sharding changes no arithmetic: factor 1; a strategy that is not ours has none."""
     for strategy in ("ddp", "zero2", "zeropp"):
-        found = not_none(step_factor(strategy, TOY))
+        found = step_factor(strategy, TOY)
         assert found.factor == 1
     assert step_factor("mine", TOY) is None
     assert step_factor("co2(delay=auto)", TOY) is None  # until a number is chosen
@@ -105,7 +104,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
     prices = {"price_per_gpu": "2 USD/h"}
     for strategy, factor in (("ddp", 1.0), ("co2.published(tau=12)", 1.5)):
         result = simulate("a100-tcp80", "gpt2-small", strategy, gpus=16, overrides=prices)
-        found = not_none(to_loss(result, Goal(steps=1000, factors={"co2.published": 1.5})))
+        found = to_loss(result, Goal(steps=1000, factors={"co2.published": 1.5}))
         assert found.steps == 1000 * factor
         assert found.time_s == pytest.approx(1000 * factor * result.step_time_s)
         assert found.cost == pytest.approx(16 * 2 / 3600 * found.time_s)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from not_none import not_none
 
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
@@ -41,11 +40,9 @@ def simulated() -> dict[str, Result]:
 def judged(results: dict[str, Result], factor: str, *names: str) -> Verdict:
     """The verdict on the first of these strategies, with a factor of one's own."""
     goal = Goal(factors={"co2.published": float(factor)})
-    return not_none(
-        verdicts(
-            [case(name) for name in names], [results[name] for name in names], driver.run, goal
-        )[0]
-    )
+    return verdicts(
+        [case(name) for name in names], [results[name] for name in names], driver.run, goal
+    )[0]
 
 
 def test_it_is_compared_with_the_fastest_synchronous_strategy_that_was_asked(
@@ -72,7 +69,7 @@ def test_without_any_it_is_compared_with_what_a_worker_runs_inside(
     """With the same batch, simulated in addition."""
     asked = case(f"local_sgd:tau=12,worker={worker}")
     result = driver.run(asked)
-    found = not_none(verdicts([asked], [result], driver.run)[0])
+    found = verdicts([asked], [result], driver.run)[0]
     other = driver.run(replace(asked, strategy=inside))
     assert found.against == other.strategy
     assert found.step_time_ratio == pytest.approx(other.step_time_s / result.step_time_s)
@@ -95,14 +92,12 @@ def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[st
     """A published factor has a range; certain is what holds at the end that speaks against it."""
     name = "co2.published:tau=12"
     result = simulated[name]
-    plain = not_none(verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0])
-    assert plain.low is not None
-    assert plain.high is not None
+    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0]
     assert plain.low < plain.high
     middle = (plain.low * plain.high) ** 0.5
     for ratio, certain in ((plain.low / 1.01, True), (middle, False), (plain.high * 1.01, True)):
         slower = replace(simulated["ddp"], step_time_s=ratio * result.step_time_s)
-        found = not_none(verdicts([case(name), case("ddp")], [result, slower], driver.run)[0])
+        found = verdicts([case(name), case("ddp")], [result, slower], driver.run)[0]
         assert found.certain == certain
 
 
@@ -113,9 +108,8 @@ def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(
     name = "co2.published:tau=12"
     toy = replace(simulated[name], parameters=158_720)
     slow = replace(simulated["ddp"], parameters=158_720, step_time_s=100 * toy.step_time_s)
-    found = not_none(verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0])
+    found = verdicts([case(name), case("ddp")], [toy, slow], driver.run)[0]
     assert found.high is None
-    assert found.sooner is not None
     assert found.sooner > 0
     assert not found.certain
 
@@ -153,7 +147,6 @@ def test_json_text_and_page_have_the_same_verdict(cli: Run, tmp_path: Path) -> N
 def test_the_line_names_the_algorithm_and_what_is_not_its_default(strategy: str, line: str) -> None:
     """As a user would write it."""
     found, why = python_line(parse(strategy))
-    assert found is not None
     assert (found.partition("  #")[0], why) == (line, "")
 
 
@@ -204,7 +197,6 @@ def trainable(draw: st.DrawFn) -> Strategy:
 def test_the_line_makes_an_algorithm_with_the_numbers_of_the_strategy(strategy: LocalSteps) -> None:
     """Whatever the options, it runs as printed where the names of the package are imported."""
     line, _ = python_line(strategy)
-    assert line is not None
     model = torch.nn.Linear(50, 2)
     names = {name: getattr(algorithms, name) for name in algorithms.__all__}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from not_none import not_none
 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
@@ -136,7 +135,7 @@ def test_at_knots_the_figures_are_the_simulators() -> None:
         for point in random.Random(0).sample(list(one.points), 8):  # noqa: S311 - no secret
             case = asked.case(place, settings(grid.controls, point))
             result = run(case)
-            shown = not_none(between(one, grid.controls, point))
+            shown = between(one, grid.controls, point)
             expected = figures(case, result, asked.goal)
             for name, end in (("slowest", "low"), ("fastest", "high")):
                 exact = getattr(result, f"tokens_per_s_{end}") / result.tokens_per_s
@@ -159,7 +158,7 @@ def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
         others = [at for at in everywhere(one, grid.controls) if at not in set(one.points)]
         for positions in draw.sample(others, min(25, len(others))):
             exact = run(asked.case(place, settings(grid.controls, positions)))
-            shown = not_none(between(one, grid.controls, positions))
+            shown = between(one, grid.controls, positions)
             off = abs(shown["tokens_per_s"] / exact.tokens_per_s - 1)
             worse += off > grid.exactness.largest * (1 + 1e-6)
             assert off <= 2 * max(grid.exactness.largest, TOLERANCE)
@@ -206,12 +205,12 @@ def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
     for place, one in enumerate(grid.strategies):
         assert not {price, failing} & set(one.controls)
         point = one.points[len(one.points) // 2]
-        shown = not_none(between(one, grid.controls, point))
+        shown = between(one, grid.controls, point)
         for stop in (0, grid.controls[failing].at, len(grid.controls[failing].stops) - 1):
             at = list(point)
             at[failing], at[price] = stop, (stop * 3) % len(grid.controls[price].stops)
             case = asked.case(place, settings(grid.controls, tuple(at)))
-            expected = not_none(totals_of(case, run(case), TOKENS))
+            expected = totals_of(case, run(case), TOKENS)
             corner = stop * len(one.points) + list(one.points).index(point)
             useful = 1 - one.lost["lost"][corner]
             assert useful == pytest.approx(expected.goodput)

@@ -359,7 +359,6 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             result = run(case)
             cluster, model = (entry.value for entry in case.load())
             kept = goodput_of(result, cluster, model)  # type: ignore[arg-type]
-            assert kept
             assert shown["tokens_per_s"] == result.tokens_per_s
             assert shown["exposed"] == result.exposed_share
             assert shown["memory"] == result.memory_bytes_per_gpu["total"] / GIB
@@ -436,7 +435,6 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout
         first = self.process.stdout.readline()
         assert first.startswith("open http://127.0.0.1:"), first
         self.address = first.split()[1]

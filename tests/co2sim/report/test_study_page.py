@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 import pytest
 from html_pages import drawn_points, files, first_screen, heading, held, loads, policy_of
-from not_none import not_none
 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
@@ -65,7 +64,7 @@ def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
     """Model, tokens and cluster head the page; below are the days of the best trade, and runs."""
     words = heading(text)
     study = study_of(tokens=1e9, overrides=PRICED)
-    best = not_none(study.best.totals)
+    best = study.best.totals
     found = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
     assert best == min(found, key=lambda one: one.days * (one.cost or 0))
     named = (study.best.result.model, "1e9 tokens", "a100-tcp80", study.best.strategy)

@@ -32,7 +32,6 @@ def finish_times(
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
-        assert timer.callbacks is not None
         timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))
     env.run()
     return [ends[number] for number in range(len(flows))]
@@ -65,7 +64,6 @@ def test_a_link_that_changes_its_capacity_changes_the_rates_on_it() -> None:
         (6, lambda: network.resize("nic", 10.0)),
     ):
         timer = env.timeout(at)
-        assert timer.callbacks is not None
         timer.callbacks.append(lambda _, do=call: do())
     env.run()
     # a has 100 - 20 - 5 - 7.5 = 67.5 B left at 6 s, b 12.5 B: done at 8.5 s, then a has 55 B

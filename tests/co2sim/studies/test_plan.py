@@ -14,7 +14,6 @@ import tiny
 from commands import OFFER, Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from not_none import not_none
 
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
@@ -85,7 +84,7 @@ def brute_force(space: Space, wanted: Objective) -> list[Candidate]:
     for case in candidates(space).cases(space.headroom):
         result = driver.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
-        total = not_none(totals(result, cluster, wanted.tokens, wanted.goal))
+        total = totals(result, cluster, wanted.tokens, wanted.goal)
         option = Candidate(case=case, cluster=cluster, result=result, totals=total)
         used = result.memory_bytes_per_gpu["total"]
         if option.within(wanted) and fits(used, result.gpu_memory_bytes, space.headroom):
@@ -123,7 +122,6 @@ def test_it_finds_what_simulating_all_candidates_finds(
         assert found.choice is None
         all_ = brute_force(space, replace(wanted, deadline=None, budget=None))
     else:
-        assert found.choice is not None
         assert found.choice.score(want) == min(option.score(want) for option in all_)
     groups: dict[object, float] = {}
     for option in all_:
@@ -191,7 +189,6 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
     if not every:
         assert found.choice is None
         return
-    assert found.choice
     assert found.choice.totals.days == min(one.totals.days for one in every)
     chosen = [one.case for one in every if one.totals.days == found.choice.totals.days]
     assert found.choice.case in chosen
@@ -235,7 +232,7 @@ def test_at_a_break_even_both_take_as_long(
     space = Space(job=job, clusters=offers[:1], strategies=strategies, gpus="32")
     wanted = Objective(want="fastest", tokens=1e11, goal=Goal(factors={"local_sgd": 1.2}))
     found = plan(space, wanted)
-    options = not_none(found.choice), not_none(found.runner_up)
+    options = found.choice, found.runner_up
     values = [turn.at for turn in break_even(*options, wanted) if turn.what.startswith(what)]
     assert values
     for value in values:
@@ -243,7 +240,7 @@ def test_at_a_break_even_both_take_as_long(
         for option in options:
             case = replace(option.case, overrides={**option.case.overrides, **moved(value)})
             total = totals_of(case, driver.run(case), wanted.tokens, wanted.goal)
-            days.append(not_none(total).days)
+            days.append(total.days)
         assert days[0] == pytest.approx(days[1], rel=5e-3)
 
 
@@ -381,6 +378,5 @@ def test_of_several_stacks_the_best_is_that_of_the_best_alone(offers: tuple[str,
     fields: dict[str, Any] = {"clusters": offers[:1], "strategies": ("ddp", "fsdp"), "gpus": [16]}
     alone = [plan(Space(job=replace(job, stack=one), **fields), wanted).choice for one in stacks]
     together = plan(Space(job=job, stacks=stacks, **fields), wanted).choice
-    assert together
     assert together.totals.days == min(one.totals.days for one in alone if one)
     assert str(together.case.stack) in stacks
