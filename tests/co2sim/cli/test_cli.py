@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Command
 from places import ROOT
 
 from co2sim.cli import scale
@@ -19,11 +20,10 @@ from co2sim.prediction.question import Question
 from co2sim.report.charts import chart
 from co2sim.strategies import STRATEGIES, parse, strategy_options
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
 
 
-def test_run_json_holds_every_promised_figure(cli: Run) -> None:
+def test_run_json_holds_every_promised_figure(cli: Command) -> None:
     """By the names that scripts read."""
     code, out, _ = cli("run", *SMALL, "-s", "zero3", "--json")
     found = json.loads(out)
@@ -36,7 +36,7 @@ def test_run_json_holds_every_promised_figure(cli: Run) -> None:
     assert set(promised.split()) <= found.keys()
 
 
-def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:
+def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Command) -> None:
     """DDP of a 70B model does not fit in 80 GB; the command says so, and what it assumed."""
     given = ("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
     code, out, _ = cli(*given, "--json")
@@ -46,7 +46,7 @@ def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:
     assert "cluster.interference" in out.partition("assumed")[2]
 
 
-def test_list_shows_names_numbers_and_sources(cli: Run) -> None:
+def test_list_shows_names_numbers_and_sources(cli: Command) -> None:
     """`list` works for kinds and for entries."""
     for what, word in (
         ("clusters", "a100-tcp80"),
@@ -58,7 +58,7 @@ def test_list_shows_names_numbers_and_sources(cli: Run) -> None:
         assert (code, word in out) == (0, True)
 
 
-def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Run) -> None:
+def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Command) -> None:
     """The least that is shown is allowed; one less, and one more than the most, are not."""
     shown = r"^(\w+) +\S+ +a whole number, (?:(\d+) to (\d+)|at least (\d+))"
     for name in STRATEGIES:
@@ -87,7 +87,9 @@ def complaint(strategy: str) -> str:
 
 
 @pytest.mark.slow
-def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_path: Path) -> None:
+def test_scale_writes_table_and_figures_and_shows_published_cells(
+    cli: Command, tmp_path: Path
+) -> None:
     """`scale` prints a table, writes CSV, PNG and SVG, and shows published cells with errors."""
     code, out, _ = cli(
         *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
@@ -105,7 +107,7 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_
 
 
 def test_without_altair_scale_has_no_picture(
-    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes the table, and names the extra."""
     monkeypatch.setattr(scale, "installed", lambda: False)
@@ -143,7 +145,7 @@ def test_the_picture_shows_intervals_and_published_cells_and_only_what_fits() ->
     assert len(second["layer"]) == 3
 
 
-def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
+def test_scale_json_holds_results_and_comparisons(cli: Command) -> None:
     """Every result; signed errors of published cells, also of what the study leaves out."""
     code, out, _ = cli(
         *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "16,128"),
@@ -161,7 +163,7 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     assert len(cells) == 7
 
 
-def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
+def test_sweep_marks_what_does_not_fit(cli: Command) -> None:
     """Rows where some fit; the whole where none does."""
     case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")
     for strategies, said in (("ddp", "none fits"), ("ddp, zero3", "* needs"), ("zero3", "")):
@@ -170,7 +172,7 @@ def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
         assert ("none fits" in out, "* needs" in out) == (strategies == "ddp", said > "")
 
 
-def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> None:
+def test_a_link_stays_where_its_file_is_written(cli: Command, tmp_path: Path) -> None:
     """Output goes through links to what they point to."""
     (tmp_path / "real.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
@@ -180,7 +182,9 @@ def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> Non
     assert (tmp_path / "real.csv").read_text() != "old"
 
 
-def test_run_ends_with_a_row_for_each_strategy(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_with_a_row_for_each_strategy(
+    cli: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fastest first; --brief prints nothing else, with the batch that was chosen."""
     monkeypatch.setenv("COLUMNS", "200")
     many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2.published:tau=4,worker=node")
@@ -200,7 +204,7 @@ def test_run_ends_with_a_row_for_each_strategy(cli: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", ["1e9", "1B", "0.001T", "1000M"])
-def test_tokens_are_given_as_people_write_them(cli: Run, text: str) -> None:
+def test_tokens_are_given_as_people_write_them(cli: Command, text: str) -> None:
     """All are the same number."""
     code, out, _ = cli("run", *SMALL, "-s", "ddp", "--tokens", text, "--json")
     assert code == 0
@@ -237,7 +241,7 @@ QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]
 
 
 @pytest.mark.parametrize("command", QUESTIONS, ids=lambda command: command.split()[0])
-def test_json_and_words_say_the_question_and_the_same_figures(cli: Run, command: str) -> None:
+def test_json_and_words_say_the_question_and_the_same_figures(cli: Command, command: str) -> None:
     """Computed here from the JSON, in the units that people read; samples, precision and stack."""
     words = (*command.split(), *SMALL, "-s", "ddp")
     result_of, shown = QUESTIONS[command]

@@ -178,6 +178,22 @@ def chosen(strategy: str, cluster: Cluster, **options: Any) -> Result:
     return one_sample.simulate(cluster, tiny.model(), strategy, **options)
 
 
+@given(st.integers(1, 6), st.integers(1, 6), st.floats(0.02, 8.0))
+def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
+    tau: int, delay: int, steps: float
+) -> None:
+    """Of an average as long as `steps` local steps, max(0, steps - delay) are exposed per round.
+
+    So with delay=tau it is hidden exactly when it takes less than the local steps of a round.
+    """
+    delay = min(delay, tau)
+    result = chosen(f"co2(tau={tau},delay={delay})", slow(steps))
+    late = max(0.0, steps - delay) * tiny.local_step()
+    assert result.exposed_comm_s == pytest.approx(late, rel=1e-9, abs=1e-15)
+    whole = tau * tiny.local_step() + KERNELS + late
+    assert result.round_time_s == pytest.approx(whole, rel=1e-9)
+
+
 @given(st.integers(1, 8), st.floats(0.02, 8.0))
 def test_the_delay_chosen_is_the_least_that_leaves_a_hundredth_exposed(
     tau: int, steps: float

@@ -1,4 +1,4 @@
-"""90 % intervals: where they come from, how wide they are, which runs are near, and what order is."""
+"""90 % intervals: where they come from, how wide they are, which runs are near, and the order."""
 
 import json
 import math

@@ -10,10 +10,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_sample import simulate
+from test_pipeline import MODEL
 
 from co2sim import Question
 from co2sim.hardware.cluster import Link
-from co2sim.models.architecture import Transformer, language_model
 from co2sim.prediction import predict as module
 from co2sim.prediction.predict import stage_figures
 from co2sim.prediction.result import Result
@@ -22,9 +22,6 @@ from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.run import Simulator
 from co2sim.strategies import DDP
 
-MODEL = language_model(
-    "gpt", Transformer(layers=8, hidden=64, heads=8, ffn=256), vocab=1000, tokens=32, tied=True
-)
 LONG = (
     *(
         "co2.published(tau=12)",

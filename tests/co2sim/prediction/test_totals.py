@@ -2,13 +2,13 @@
 
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from co2sim.schedule.schedule import Compute
 from co2sim.simulation.metrics import window
 from co2sim.studies.targets import METRICS, View
 
-Run = Callable[..., tuple[int, str, str]]
 ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
 ON = ("-c", "dgx-h100", "-m", "gpt2-small", *ONE_SAMPLE)
 PRICED = ("--set", "price_per_gpu=h100-median-2026-05", "--set", "grid=france", "--set", "pue=1.2")
@@ -250,7 +249,7 @@ def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
 
 
 @pytest.mark.slow
-def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> None:
+def test_run_sweep_scale_and_python_say_the_same(cli: Command, tmp_path: Path) -> None:
     """JSON, both CSV files, both frames and `totals_of` have the same figures."""
     table, out = tmp_path / "sweep.csv", tmp_path / "out"
     overrides = {"price_per_gpu": "h100-median-2026-05", "grid": "france", "pue": "1.2"}

@@ -1,11 +1,11 @@
 """Whether a local-update method is worth it: the verdict, and the Python that trains so."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,6 @@ torch = pytest.importorskip("torch")
 
 from realrun import algorithms  # noqa: E402 - needs torch
 
-Run = Callable[..., tuple[int, str, str]]
 ONE = ("--micro-batch", "1", "--accumulation", "1")
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", *ONE)
 
@@ -114,7 +113,7 @@ def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(
     assert not found.certain
 
 
-def test_json_text_and_page_have_the_same_verdict(cli: Run, tmp_path: Path) -> None:
+def test_json_text_and_page_have_the_same_verdict(cli: Command, tmp_path: Path) -> None:
     """The last lines of the answer are the verdict and the Python of the JSON."""
     words = ("run", *ON, "-s", "co2:tau=12,delay=3", "-s", "zero2")
     code, out, err = cli(*words, "--json")

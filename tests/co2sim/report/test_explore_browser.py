@@ -95,11 +95,6 @@ class Explorer(Opened):
         """Tokens/s in the table."""
         return number(self.table()[strategy]["tokens/s"])
 
-    def stops(self, path: str) -> int:
-        """How many positions a slider has."""
-        slider = self.page.locator(f'input[data-path="{path}"]')
-        return int(slider.get_attribute("max") or 0) + 1
-
     def table(self) -> dict[str, dict[str, str]]:
         """Cells by strategy and heading."""
         rows = self.page.evaluate(

@@ -2,20 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable
 
 import matplotlib as mpl
 import pytest
+from commands import Command
 from matplotlib.figure import Figure
 
 from co2sim.common.plots import COLOURS, STYLE, render
 from co2sim.common.units import scaled
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
 
-def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> None:
+def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Command) -> None:
     """A slow node, stragglers and jitter are in the header; their delay is among the figures."""
     quiet = cli("run", *SMALL, "-s", "ddp", "-g", "16", "--set", "node_spread=0")[1]
     assert "speeds" not in quiet
@@ -39,7 +38,7 @@ def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> Non
     ],
 )
 def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
-    cli: Run, options: str, offered: list[str]
+    cli: Command, options: str, offered: list[str]
 ) -> None:
     """Every line of "what would fit" is options; run with them, the memory is as it said."""
     words = f"run -c dgx-h100 {options} --accumulation 1".split()
@@ -75,7 +74,7 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
     ],
 )
 def test_the_largest_item_is_named_with_what_makes_it_smaller(
-    cli: Run, options: str, name: str, less: str
+    cli: Command, options: str, name: str, less: str
 ) -> None:
     """What a user has chosen already, or what would not help, is not offered."""
     model = "" if "-m" in options else "-m llama-7b"

@@ -116,19 +116,6 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
             schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "checkpointing", "passes"),
-    [("none", "reentrant", 4), ("full", "reentrant", 6), ("full", "non_reentrant", 5)],
-)
-def test_tokens_travel_twice_in_every_pass(recompute: str, checkpointing: str, passes: int) -> None:
-    """To the experts and back; not back where a repeated pass stops before its last product."""
-    job = replace(JOB, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
-    found = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
-    assert len(found) == 2 * passes  # two layers with experts
-    assert {one.elements for one in found} == {3 * 8 * 2 * 32}  # samples, tokens, experts, hidden
-    assert {str(one.group) for one in found} == {"experts(4)"}
-
-
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([2, 4, 8, 16]))
 def test_all_ranks_together_own_every_parameter_once(ep: int, ranks: int) -> None:
     """However experts are divided."""
@@ -161,11 +148,19 @@ def test_a_share_computes_for_as_many_tokens_as_without() -> None:
         ("full", "non_reentrant", "tbttb"),
     ],
 )
-def test_tokens_by_node_go_there_and_back(recompute: str, checkpointing: str, ways: str) -> None:
-    """Results return as tokens came; those apart and even are all-to-alls as any others."""
+def test_tokens_go_to_the_experts_and_back_in_every_pass(
+    recompute: str, checkpointing: str, ways: str
+) -> None:
+    """Not back where a repeated pass stops before its last product; by node as they came.
+
+    Those apart and even are all-to-alls as any others.
+    """
     job = replace(JOB, ep=16, recompute=recompute, checkpointing=checkpointing)  # type: ignore[arg-type]
     flat = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
     assert all(one.routed is None for one in flat)
+    assert len(flat) == 2 * len(ways)  # two layers with experts
+    assert {one.elements for one in flat} == {3 * 8 * 2 * 32}  # samples, tokens, experts, hidden
+    assert {str(one.group) for one in flat} == {"experts(16)"}
     asked_for = replace(job, experts_all_to_all="hierarchical")
     found = tiny.collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
     forward = [ways[:2]] * 2

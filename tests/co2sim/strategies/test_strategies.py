@@ -7,7 +7,6 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Link
@@ -208,28 +207,6 @@ def test_an_average_is_used_delay_steps_after_its_launch(case: tuple[str, int, i
     shares = [w.elements for w in tiny.collectives(schedule, Kind.ALL_REDUCE)]
     assert len(shares) == fragments
     assert sum(shares) == 2000
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.floats(0.02, 8.0))
-def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
-    tau: int, delay: int, steps: float
-) -> None:
-    """Of an average as long as `steps` local steps, max(0, steps - delay) are exposed per round.
-
-    So with delay=tau it is hidden exactly when it takes less than the local steps of a round. The
-    average of 2000 fp32 numbers over a ring of 4 nodes moves 3/4 of them twice through every link.
-    """
-    delay = min(delay, tau)
-    average = steps * tiny.local_step()
-    cluster = tiny.cluster(4, 1, inter=Link(2 * 3 / 4 * 8000 / average))
-    found = simulate(cluster, tiny.model(), f"co2(tau={tau},delay={delay})")
-    kernels = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12  # displacement, outer
-    exposed = max(0.0, average - delay * tiny.local_step())
-    assert found.steady
-    assert found.exposed_comm_s == pytest.approx(exposed, rel=1e-9, abs=1e-15)
-    assert found.round_time_s == pytest.approx(
-        tau * tiny.local_step() + kernels + exposed, rel=1e-9
-    )
 
 
 @given(
