@@ -220,7 +220,7 @@ QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]
         lambda found: found["trained"],
         lambda found: f"used {100 * found['break_even']:.0f} % of the time",
     ),
-    "solve inter.bandwidth --micro-batch 2 --global-batch 512": (
+    "solve inter.bandwidth --micro-batch 32 --global-batch 512": (
         lambda found: found[0]["as_it_is"],
         lambda found: f"{found[0]['answers'][2]['met'][0]['low'] * 8 / 1e9:.3g} Gbit/s",
     ),

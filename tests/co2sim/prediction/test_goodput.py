@@ -59,26 +59,19 @@ def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: 
 @given(
     st.floats(1e-7, 1e-3),
     st.floats(10.0, 1e4),
-    st.floats(0.0, 100.0),
-    st.floats(0.0, 10.0),
-    st.floats(0.0, 600.0),
-    st.integers(0, 5),
-    st.floats(0.0, 1e5),
+    st.builds(Saving, blocking=st.floats(0.0, 100.0), writing=st.floats(0.0, 10.0)),
+    st.builds(
+        Restart,
+        restart=st.floats(0.0, 600.0),
+        spares=st.integers(0, 5),
+        repair=st.floats(0.0, 1e5),
+    ),
 )
-def test_shares_sum_to_one(
-    rate: float,
-    every: float,
-    blocking: float,
-    writing: float,
-    down: float,
-    spares: int,
-    repair: float,
-) -> None:
+def test_shares_sum_to_one(rate: float, every: float, saving: Saving, after: Restart) -> None:
     """All of the time is accounted for, to 1e-9, and nothing is negative."""
-    after = Restart(restart=down, spares=spares, repair=repair)
     for shares in (
-        whole_job_shares(rate, every, Saving(blocking=blocking, writing=writing), after),
-        independent_worker_shares(rate, 4, every, after, blocking),
+        whole_job_shares(rate, every, saving, after),
+        independent_worker_shares(rate, 4, every, after, saving.blocking),
     ):
         values = list(astuple(shares))
         assert sum(values) == pytest.approx(1, abs=1e-9)

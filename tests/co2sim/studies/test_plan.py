@@ -147,6 +147,8 @@ RANDOM = {
     "model": ("gpt2-small", "llama3.2-1b", "tinyllama-1.1b"),
 }
 """Of random offers."""
+QUICK = {6, 7, 11, 17}
+"""Offers of which few candidates, or all, fit in memory, and that take a second or two each."""
 
 
 def random_space(chance: Random) -> Space:
@@ -178,7 +180,7 @@ def random_space(chance: Random) -> Space:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.nightly) for n in range(50)]
+    "seed", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.nightly) for n in range(50)]
 )
 def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> None:
     """The same candidate, or one that is as fast; with few of them simulated."""
