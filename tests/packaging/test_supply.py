@@ -1,4 +1,4 @@
-"""What is installed and shipped: lock file, audit, versions and wheel; and that functions are short."""
+"""What is installed and what is shipped, and that functions are short."""
 
 import ast
 import os

@@ -1,10 +1,12 @@
 """Mixtures of experts, latent attention and windows: parameters, FLOP, products and divisions."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_gpt import small
 
 from co2sim.catalog import load_model
 from co2sim.models.architecture import (
@@ -14,7 +16,6 @@ from co2sim.models.architecture import (
     language_model,
     shard_model,
 )
-from co2sim.models.blocks import Model
 from co2sim.schedule.mesh import Mesh
 
 TOKENS = 64
@@ -23,10 +24,7 @@ EXPERTS = Experts(count=8, active=2, width=32, shared=16, dense=1)
 LATENT = LatentAttention(kv_rank=16, q_rank=24, nope=8, rope=4, value=12)
 
 
-def model(**changes: object) -> Model:
-    """A small language model whose body is changed."""
-    body = replace(BODY, **changes)  # type: ignore[arg-type]
-    return language_model("small", body, vocab=96, tokens=TOKENS, tied=False)
+model = partial(small, BODY, TOKENS)
 
 
 def test_deepseek_v3_computes_as_much_for_a_token_as_published() -> None:

@@ -2,17 +2,18 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
+from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.failures import Failures
 from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
-from co2sim.models.blocks import Model
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
 from co2sim.prediction.goodput import goodput_of
@@ -37,15 +38,7 @@ RANKS = 8
 JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "gpus": 16}
 
 
-def model(**changes: object) -> Model:
-    """A small language model whose body is changed."""
-    return language_model(
-        "small",
-        replace(BODY, **changes),  # type: ignore[arg-type]
-        vocab=VOCAB,
-        tokens=TOKENS,
-        tied=False,
-    )
+model = partial(small, BODY, TOKENS)
 
 
 SMALL = model()

@@ -51,6 +51,10 @@ def test_sharding_divides_what_the_formulas_divide(nodes: int, gpus: int) -> Non
         "zero2": 2 + (2 + k) / n,
         "zero3": (2 + 2 + k) / n,
         "zeropp": (2 + 2 + k) / n,
+        "zero1(shard=node)": 2 + 2 + k / gpus,
+        "zero2(shard=node)": 2 + (2 + k) / gpus,
+        "fsdp": (4 + 4 + 8) / n,  # parameters, gradients and two moments in fp32
+        "fsdp(shard=node)": (4 + 4 + 8) / gpus,
     }
     for strategy, per_parameter in expected.items():
         assert states(strategy, layout) == pytest.approx(per_parameter * PARAMETERS)

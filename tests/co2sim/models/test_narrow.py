@@ -4,9 +4,10 @@ import math
 
 import pytest
 from one_sample import simulate
+from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_stack
-from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.architecture import Experts, Transformer
 from co2sim.models.workload import NARROW, Workload
 from co2sim.schedule.schedule import Gemm, Kernels
 from co2sim.simulation.costs import kernel_parts
@@ -20,7 +21,7 @@ BODY = Transformer(
     norm="rmsnorm",
     experts=Experts(count=4, active=2, width=32),
 )
-MODEL = language_model("small", BODY, vocab=96, tokens=16, tied=False)
+MODEL = small(BODY, 16)
 JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 8}
 
 

@@ -12,7 +12,6 @@ from one_sample import simulate
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
-from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
 from co2sim.models.stack import Stack
 from co2sim.prediction.notes import IDLE_STACK
@@ -111,26 +110,21 @@ def test_every_stack_of_the_catalog_says_where_its_numbers_are_from(stack: str) 
 
 
 def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
-    """It holds what those of the catalog hold; what is wrong in it is told in one line."""
+    """It holds what those of the catalog hold."""
     path = tmp_path / "mine.toml"
     path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 2\ncall_overhead = "9 us"\n')
     found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
     assert found.stack == "ours"
-    path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 0.5\ncall_overhead = "9 us"\n')
-    with pytest.raises(CatalogError, match=r"mine.toml: elementwise.*at least 1"):
-        simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
 
 
 def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
-    """Unless the case says it; an unknown name is told with those that there are."""
+    """Unless the case says it."""
     old = Question(
         cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed"
     )
     job = old.stage().workload
     assert (job.attention, job.checkpointing) == ("eager", "reentrant")
     assert replace(old, attention="flash").stage().workload.attention == "flash"
-    with pytest.raises(Co2simError, match="megatron-deepspeed"):
-        replace(old, stack="megatron-deepsped").stage()
 
 
 def test_a_mesh_gives_few_gpus_few_of_its_links() -> None:

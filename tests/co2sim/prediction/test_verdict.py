@@ -5,16 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 from commands import Command
-from hypothesis import given
-from hypothesis import strategies as st
 
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.verdict import Verdict, python_line, verdicts
-from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.strategies import parse
 
 torch = pytest.importorskip("torch")
 
@@ -159,42 +158,19 @@ def test_what_nothing_trains_has_a_reason_and_no_line(strategy: str) -> None:
     assert "not trained" in why
 
 
-@st.composite
-def trainable(draw: st.DrawFn) -> Strategy:
-    """Any strategy with local steps on GPUs that the simulator takes."""
-    tau = draw(st.integers(1, 40))
-    name = draw(
-        st.sampled_from(
-            ["co2", "co2.published", "diloco", "local_sgd", "slowmo", "overlap_local_sgd"]
-        )
-    )
-    options: dict[str, object] = {"tau": tau}
-    if name == "co2":
-        options["delay"] = draw(st.integers(1, tau))
-        options |= draw(
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "keep": st.floats(0, 1),
-                    "predict": st.floats(0, 0.99),
-                    "fragments": st.integers(1, tau),
-                    "preview": st.booleans(),
-                },
-            )
-        )
-    if name == "co2.published":
-        options["staleness"] = draw(st.integers(1, 3))
-    if name == "diloco":
-        options |= {"fragments": draw(st.integers(1, tau)), "delay": draw(st.integers(0, tau - 1))}
-    wires = {"diloco": ["fp32", "bf16", "int8", "int4"], "co2": ["fp32", "bf16", "int8"]}
-    options["dtype"] = draw(st.sampled_from(wires.get(name, ["fp32", "bf16"])))
-    text = ",".join(f"{option}={str(value).lower()}" for option, value in options.items())
-    return parse(f"{name}:{text}")
+TRAINED = [
+    "co2(tau=8,delay=2,fragments=4,preview=true,keep=0.5)",
+    "co2.published(tau=9,staleness=3,dtype=bf16)",
+    "diloco(tau=7,fragments=3,delay=6,dtype=int8)",
+    *(one for one in tiny.VARIANTS if "tau" in one and "node" not in one),
+]
+"""Strategies with local steps on GPUs, with every option that their training has."""
 
 
-@given(trainable())
-def test_the_line_makes_an_algorithm_with_the_numbers_of_the_strategy(strategy: LocalSteps) -> None:
+@pytest.mark.parametrize("text", TRAINED)
+def test_the_line_makes_an_algorithm_with_the_numbers_of_the_strategy(text: str) -> None:
     """Whatever the options, it runs as printed where the names of the package are imported."""
+    strategy = parse(text)
     line, _ = python_line(strategy)
     model = torch.nn.Linear(50, 2)
     names = {name: getattr(algorithms, name) for name in algorithms.__all__}

@@ -365,11 +365,6 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             assert shown["lost"] == 1 - kept.useful
 
 
-def hang(*_: object) -> None:
-    """Wait for what never comes."""
-    Event().wait()
-
-
 @pytest.mark.slow
 def test_what_takes_too_long_ends_and_the_server_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -379,7 +374,7 @@ def test_what_takes_too_long_ends_and_the_server_goes_on(
 
     def check(self: asking.Asker, view: PageView) -> None:
         if view.model == "llama-7b":
-            hang()
+            Event().wait()
         real(self, view)
 
     monkeypatch.setattr(asking.Asker, "check", check)

@@ -1,15 +1,15 @@
 """Context parallelism: ranks that divide sequences, and what they exchange for attention."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
+from small_gpt import small
 
-from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
-from co2sim.models.blocks import Model
+from co2sim.models.architecture import Experts, LatentAttention, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Kind, Layout
@@ -24,10 +24,7 @@ LAYOUT = Layout(2, 8)
 JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 16}
 
 
-def model(**changes: object) -> Model:
-    """A small language model whose body is changed."""
-    body = replace(BODY, **changes)  # type: ignore[arg-type]
-    return language_model("small", body, vocab=96, tokens=TOKENS, tied=False)
+model = partial(small, BODY, TOKENS)
 
 
 def exchanged(strategy: str, job: Workload) -> list[Collective]:

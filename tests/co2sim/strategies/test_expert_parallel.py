@@ -9,9 +9,9 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
+from small_gpt import small
 
-from co2sim.common.errors import OptionError
-from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.architecture import Experts, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
@@ -36,7 +36,8 @@ BODY = Transformer(
     norm="rmsnorm",
     experts=Experts(count=16, active=2, width=16, dense=1),
 )
-MODEL = language_model("small", BODY, vocab=64, tokens=8, tied=False)
+MODEL = small(BODY, 8)
+BUSY = small(BODY, 8, experts=replace(BODY.experts, load=1.5))
 EXPERTS = 2 * 16 * 3 * 32 * 16  # layers, experts, matrices, their sizes
 DENSE = MODEL.parameters - EXPERTS
 JOB = Workload(MODEL, micro_batch=3, ep=4)
@@ -101,7 +102,7 @@ def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
 def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> None:
     """Eight ranks of a node with two experts each: whole gradients of these go to the other node.
 
-    Their states are not divided; and sixteen ranks that divide experts need two nodes.
+    Their states are not divided.
     """
     job = replace(JOB, ep=8)
     for strategy in ("zero1:shard=node", "zero2:shard=node"):
@@ -112,8 +113,6 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
         assert again == {"peers": DENSE // 8 + EXPERTS // 8}
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
-        with pytest.raises(OptionError, match="ep=16 does not divide the 8 GPUs"):
-            schedule_of(parse(strategy), replace(JOB, ep=16), LAYOUT)
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([2, 4, 8, 16]))
@@ -132,9 +131,7 @@ def test_a_share_computes_for_as_many_tokens_as_without() -> None:
     assert divided.flops == plain.flops
     assert divided.activation_bytes == plain.activation_bytes
     assert divided.parameters < plain.parameters
-    busy = replace(BODY, experts=Experts(count=16, active=2, width=16, dense=1, load=1.5))
-    model = language_model("small", busy, vocab=64, tokens=8, tied=False)
-    uneven = replace(JOB, model=model).share.model.blocks[2]
+    uneven = replace(JOB, model=BUSY).share.model.blocks[2]
     routed = 2.0 * 8 * 2 * 3 * 32 * 16
     assert uneven.flops - divided.flops == pytest.approx(routed / 2)
     assert uneven.routing.elements == math.ceil(8 * 2 * 32 * 1.5)
@@ -172,14 +169,9 @@ def test_tokens_go_to_the_experts_and_back_in_every_pass(
 
 def test_tokens_of_uneven_loads_say_so() -> None:
     """So ranks can send as unevenly as the model says."""
-    busy = replace(BODY, experts=Experts(count=16, active=2, width=16, dense=1, load=1.5))
-    job = replace(JOB, model=language_model("small", busy, vocab=64, tokens=8, tied=False))
+    job = replace(JOB, model=BUSY)
     found = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
     assert {one.routed and one.routed.load for one in found} == {1.5}
-    most = replace(busy, experts=Experts(count=16, active=2, width=16, dense=1, load=4.5))
-    job = replace(JOB, model=language_model("small", most, vocab=64, tokens=8, tied=False))
-    with pytest.raises(OptionError, match=r"load is 4\.5; with ep=4 one GPU gets at most 4 times"):
-        job.share  # noqa: B018 - it is made here
 
 
 def test_a_stack_says_how_tokens_travel() -> None:

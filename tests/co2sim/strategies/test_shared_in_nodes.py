@@ -44,15 +44,6 @@ def test_a_share_is_reduced_between_nodes_once_a_step(
     }
 
 
-@given(nodes, gpus)
-def test_memory_is_divided_by_the_gpus_of_a_node(n: int, g: int) -> None:
-    """4 + 12/g bytes per parameter in stage 1, 2 + 14/g in stage 2, on any number of nodes."""
-    for stage, expected in (("zero1", 4 + 12 / g), ("zero2", 2 + 14 / g)):
-        found = strategies.parse(f"{stage}(shard=node)").memory(tiny.job(), Layout(n, g))
-        states = sum(found[name] for name in ("parameters", "gradients", "optimizer"))
-        assert states == pytest.approx(expected * M)
-
-
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
 def test_a_step_takes_its_parts_one_after_the_other(stage: str) -> None:
     """Without overlap: passes, scatter, all-reduce, a quarter of the optimizer, gather.

@@ -159,8 +159,6 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
     assert whole["gpus"].tolist() == [2, 4, 8]
     with pytest.raises(OptionError, match="given twice"):
         co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=auto)"], gpus=[8])
-    with pytest.raises(OptionError, match="12 GPUs do not fill"):
-        co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
 
 
 def test_a_case_that_fails_is_a_row_with_its_error() -> None:
@@ -229,9 +227,6 @@ def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
     assert processes(3000, 3000) == 2 * cores
     assert processes(-1, 3000) == cores
     assert processes(5, 1) == processes(1, 5) == 1
-    for wrong in (0, -2):
-        with pytest.raises(OptionError, match=f"jobs is {wrong}"):
-            processes(wrong, 5)
 
 
 @given(st.text("a,()", max_size=20))
