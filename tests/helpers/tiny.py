@@ -1,6 +1,7 @@
 """Tiny clusters, models and strategies whose figures can be worked out by hand."""
 
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -139,6 +140,15 @@ def collectives(schedule: Schedule, kind: Kind | None = None, buffer: str = "") 
     """The collectives of a schedule in order of issue: all, or those of a kind or of a buffer."""
     works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
     return [work for work in works if kind in {None, work.kind} and buffer in {"", work.buffer}]
+
+
+def moved(schedule: Schedule) -> Counter[str]:
+    """Elements of all collectives by kind and group, but for the norm of gradients."""
+    found: Counter[str] = Counter()
+    for work in collectives(schedule):
+        if work.buffer != "norm":
+            found[f"{work.kind} {work.group}"] += work.elements
+    return found
 
 
 def by_op(trace: Trace, rank: int = 0) -> dict[tuple[int, str], Span]:

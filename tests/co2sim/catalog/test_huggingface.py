@@ -111,7 +111,7 @@ def test_a_classifier_is_divided_and_predicted_as_other_models(tmp_path: Path) -
 
 TYPES = sorted({*huggingface.FAMILIES} - {"internlm2"})
 CAUSAL = [kind for kind in TYPES if kind not in {"vit", "bert", "roberta", "xlm-roberta"}]
-SMALL = json.loads((DATA / "huggingface-small.json").read_text())
+SMALL = json.loads((DATA / "huggingface-small.json").read_text())["sizes"]
 """Sizes that no class has as its default, and that fit to those that each has."""
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 from dataclasses import astuple, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,8 +41,7 @@ from co2sim.prediction.question import Question
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
 JOB = Trained(gpus=64, nodes=8, parameters=7_000_000_000, round_time=1.0)
-HERE = ("goodput", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "64")
-RSC = ("--set", "failures=meta-rsc-1")
+HERE = shlex.split("goodput -c a100-tcp80 -m gpt2-small -g 64 --set failures=meta-rsc-1")
 
 
 def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
@@ -282,17 +280,9 @@ def test_spot_stops_paying_where_a_useful_token_costs_as_much(
 # --- the command --------------------------------------------------------------------------------
 
 
-def answers(cli: Command, *more: str) -> list[dict[str, Any]]:
-    """What `--json` prints."""
-    ended = cli(*HERE, *more, "--json")
-    assert ended.code == 0, ended.err
-    found: list[dict[str, Any]] = json.loads(ended.out)
-    return found
-
-
 def test_json_has_all_of_it(cli: Command) -> None:
     """Shares that sum to 1, speed, interval, state, and the command that repeats it."""
-    (found,) = answers(cli, *RSC, "-s", "ddp")
+    (found,) = json.loads(cli(*HERE, "-s", "ddp", "--json").out)
     assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-9)
     assert found["useful"] == found["shares"]["useful"]
     assert found["low"] <= found["useful"] <= found["high"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import Co2simError, Question
-from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import predict as module
@@ -58,17 +58,6 @@ def passes_of(pipeline: Pipeline, stage: int) -> list[StagePass]:
         assert part % pipeline.stages == stage
         found.append(StagePass(bool(backward), part // pipeline.stages, micro))
     return found
-
-
-def cluster(nodes: int = 4, gpus: int = 4, **changes: object) -> Cluster:
-    """A tiny cluster without latency."""
-    return tiny.cluster(nodes, gpus, **changes)
-
-
-def case(**changes: object) -> Question:
-    """The model on all GPUs of a cluster."""
-    given = {"cluster": cluster(), "model": MODEL, "strategy": "ddp", "pp": 4, "accumulation": 8}
-    return Question(**given | changes)  # type: ignore[arg-type]
 
 
 def equal(pipeline: Pipeline, time: float) -> list[list[float]]:
@@ -210,7 +199,7 @@ def test_embedding_and_head_count_as_layers_where_that_divides() -> None:
 
 def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> None:
     """With links that cost nothing: equal layers, an embedding of no FLOP, a head at the end."""
-    fast = cluster(intra=Link(1e18), inter=Link(1e18))
+    fast = tiny.cluster(4, 4, intra=Link(1e18), inter=Link(1e18))
     found = simulate(fast, MODEL, "ddp", pp=4, accumulation=8)
     alone = [
         simulate(fast, stage_of(Workload(MODEL, pp=4), number).model, "ddp", gpus=1)
@@ -239,7 +228,7 @@ def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> No
 )
 def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:
     """And with tensor parallelism: batch, memory and figures are those of the whole."""
-    found = simulate(cluster(), MODEL, strategy, pp=2, tp=2, interleave=2, accumulation=4)
+    found = simulate(tiny.cluster(4, 4), MODEL, strategy, pp=2, tp=2, interleave=2, accumulation=4)
     assert found.samples_per_s * found.step_time_s == pytest.approx(4 * 4)
     assert (found.pp, found.interleave, found.tp, found.gpus, found.nodes) == (2, 2, 2, 16, 4)
     assert found.tokens_per_gpu_per_step == 4 * 32 / 4
@@ -261,8 +250,9 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
     On 4 nodes of 4 GPUs a stage of 2 has two nodes, and a stage of 8 half of a node.
     """
     deep: dict[str, Any] = {"pp": pp, "interleave": chunks, "accumulation": 8, "tp": tp}
-    found = simulate(cluster(), MODEL, "ddp", **deep)
-    stage = case(**deep).job().stage(0)
+    deep |= {"cluster": tiny.cluster(4, 4), "model": MODEL, "strategy": "ddp"}
+    found = simulate(**deep)
+    stage = Question(**deep).job().stage(0)
     alone = traffic(stage.schedule, stage.cluster)
     edge = MODEL.blocks[1].boundary_bytes * stage.workload.precision.bytes / 2
     messages = (2 * chunks - 1) * 8
@@ -279,21 +269,19 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
 # --- steps of many micro-steps by a few -------------------------------------------------------
 
 
-LONG = (
-    *(
-        "co2.published(tau=12)",
-        "co2.published(tau=13,staleness=2)",
-        "local_sgd(tau=12,worker=node)",
-        "diloco(tau=14)",
-    ),
-    *(
-        "overlap_local_sgd(tau=12)",
-        "slowmo(tau=12,worker=node,inner=ddp)",
-        "co2.published(tau=12,dtype=int8)",
-    ),
-    *("co2.published(tau=12,worker=node,inner=fsdp)", "diloco(tau=12,fragments=2,delay=1)"),
-    *("co2(tau=18,delay=2,worker=node)", "diloco(tau=16,delay=1)"),
-)
+LONG = [
+    "co2.published(tau=12)",
+    "co2.published(tau=13,staleness=2)",
+    "local_sgd(tau=12,worker=node)",
+    "diloco(tau=14)",
+    "overlap_local_sgd(tau=12)",
+    "slowmo(tau=12,worker=node,inner=ddp)",
+    "co2.published(tau=12,dtype=int8)",
+    "co2.published(tau=12,worker=node,inner=fsdp)",
+    "diloco(tau=12,fragments=2,delay=1)",
+    "co2(tau=18,delay=2,worker=node)",
+    "diloco(tau=16,delay=1)",
+]
 """Strategies whose local steps are many, too."""
 
 jobs = st.fixed_dictionaries(

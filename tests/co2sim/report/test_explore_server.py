@@ -31,9 +31,8 @@ from starlette.testclient import TestClient
 
 from co2sim import simulate
 from co2sim.models.memory import GIB
-from co2sim.prediction.driver import run
+from co2sim.prediction.driver import make_case, run
 from co2sim.prediction.goodput import goodput_of
-from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView
@@ -345,19 +344,11 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             ("ddp", f"co2:tau={tau},delay=1,worker=node"), found, strict=True
         ):
             overrides = {path: text for path, text in one.items() if path.startswith(("in", "fa"))}
-            case = Question(
-                cluster="cloud-100g",
-                model="gpt2-small",
-                strategy=strategy,
-                gpus=int(one.get("gpus", 16)),
-                micro_batch=2,
-                global_batch="auto",
-                recompute="auto",
-                overrides={"failures": "meta-rsc-1", **overrides},
-            )
+            options = {"gpus": int(one.get("gpus", 16)), "micro_batch": 2}
+            options |= {"overrides": {"failures": "meta-rsc-1", **overrides}}
+            case = make_case("cloud-100g", "gpt2-small", strategy, **options)
             result = run(case)
-            cluster, model = (entry.value for entry in case.load())
-            kept = goodput_of(result, cluster, model)  # type: ignore[arg-type]
+            kept = goodput_of(result, *(entry.value for entry in case.load()))
             assert shown["tokens_per_s"] == result.tokens_per_s
             assert shown["exposed"] == result.exposed_share
             assert shown["memory"] == result.memory_bytes_per_gpu["total"] / GIB

@@ -98,23 +98,13 @@ STRATEGIES = [
 ]
 """With bytes per second between nodes: fast enough to hide averages, and not."""
 
-cases = pytest.mark.parametrize(
-    ("strategy", "inter"),
-    [
-        *STRATEGIES,
-        *(
-            pytest.param(strategy, inter, marks=pytest.mark.nightly)
-            for strategy in (
-                "zero1",
-                "zero3",
-                "slowmo(tau=12)",
-                "co2.published(tau=1)",
-                "co2.published(tau=48)",
-            )
-            for inter in (1e12, 5e8)
-        ),
-    ],
-)
+OTHERS = ["zero1", "zero3", "slowmo(tau=12)", "co2.published(tau=1)", "co2.published(tau=48)"]
+NIGHTLY = [
+    pytest.param(strategy, inter, marks=pytest.mark.nightly)
+    for strategy in OTHERS
+    for inter in (1e12, 5e8)
+]
+cases = pytest.mark.parametrize(("strategy", "inter"), [*STRATEGIES, *NIGHTLY])
 
 
 @cases

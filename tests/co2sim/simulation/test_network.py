@@ -365,27 +365,16 @@ WAKE, STEP = 1e-3, 0.2e-3
 GATHER = Collective(Kind.ALL_GATHER, "x", 1, DType.INT8, WORLD)
 
 
-def waking() -> Cluster:
-    """Two nodes on one machine; a step takes 0.2 ms, bytes next to nothing."""
-    link = Link(1e15, STEP)
-    host = HostEffects(one_machine=True, wake_up=WAKE)
-    return tiny.cluster(2, 1, inter=link, backend="gloo", host=host)
-
-
-def op_ends(body: Schedule, on: Cluster) -> dict[str, float]:
-    """When the ops of a round end, in ms."""
-    trace = execute(body, on, precision="bf16", rounds=1, fold=False)
-    return {span.op: span.end * 1e3 for span in trace.spans}
-
-
 @pytest.mark.parametrize(("pause", "wait"), [(1e-3, 0.2), (4e-3, 0.8), (5e-3, 1.0), (1.0, 1.0)])
 def test_the_longer_the_pause_the_longer_it_takes(pause: float, wait: float) -> None:
     """In proportion, up to 5 ms of idleness."""
-    on = waking()
+    host = HostEffects(one_machine=True, wake_up=WAKE)
+    on = tiny.cluster(2, 1, inter=Link(1e15, STEP), backend="gloo", host=host)
     kernel = Compute("pause", pause * on.gpu.peak["bf16"])
     ops = Op("first", GATHER, "comm"), Op("pause", kernel, "compute", (After("first"),))
     body = Schedule("pause", (*ops, Op("second", GATHER, "comm", (After("pause"),))))
-    seconds = op_ends(body, on)
+    trace = execute(body, on, precision="bf16", rounds=1, fold=False)
+    seconds = {span.op: span.end * 1e3 for span in trace.spans}
     length = seconds["pause"] - seconds["first"]
     assert min(1.0, length * 1e-3 / FULLY_IDLE) == pytest.approx(wait, rel=0.01)
     assert seconds["second"] - seconds["pause"] == pytest.approx(wait + 0.2, rel=0.01)

@@ -59,12 +59,6 @@ def ends(trace: Trace, rank: int = 0) -> dict[str, float]:
     return {s.op: s.end for s in trace.spans if s.rank == rank and s.round == trace.rounds - 1}
 
 
-def period(trace: Trace, op: str) -> float:
-    """Time between the last two instances of an op."""
-    spans = tiny.by_op(trace)
-    return spans[trace.rounds - 1, op].end - spans[trace.rounds - 2, op].end
-
-
 # --- the oracle: the longest path through the unrolled graph -----------------------------------
 
 
@@ -305,11 +299,6 @@ SLOW = 120e-6
 """Seconds of an fp32 all-reduce of 2000 parameters on 2 x 2 GPUs at 0.1 GB/s: 2 x 3/4 x 8000 B."""
 
 
-def slow_cluster() -> Cluster:
-    """Where an average takes longer than seven steps."""
-    return tiny.cluster(2, 2, inter=Link(1e8))
-
-
 @pytest.mark.parametrize(
     ("strategy", "last", "expected"),
     [
@@ -329,8 +318,9 @@ def test_a_round_takes_what_the_algorithm_says(strategy: str, last: str, expecte
     DDP's only bucket waits for the whole backward; ZeRO-1 halves the optimizer twice and moves as
     much in two halves. CO2 with staleness 2 may start the next average while one is on its way.
     """
-    trace = run(tiny.schedule(strategy), slow_cluster(), rounds=8)
-    assert period(trace, last) == pytest.approx(expected, rel=1e-9)
+    slow = tiny.cluster(2, 2, inter=Link(1e8))  # an average takes longer than seven steps
+    spans = tiny.by_op(run(tiny.schedule(strategy), slow, rounds=8))
+    assert spans[7, last].end - spans[6, last].end == pytest.approx(expected, rel=1e-9)
 
 
 # --- size and progress --------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 import tiny
@@ -18,7 +17,6 @@ from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import schedule_of
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
-    Collective,
     Kind,
     Layout,
     experts,
@@ -42,15 +40,6 @@ EXPERTS = 2 * 16 * 3 * 32 * 16  # layers, experts, matrices, their sizes
 DENSE = MODEL.parameters - EXPERTS
 JOB = Workload(MODEL, micro_batch=3, ep=4)
 LAYOUT = Layout(2, 8)
-
-
-def elements(found: list[Collective]) -> dict[str, int]:
-    """By the group that meets."""
-    ordered = sorted(found, key=lambda one: str(one.group))
-    return {
-        name: sum(one.elements for one in some)
-        for name, some in groupby(ordered, key=lambda one: str(one.group))
-    }
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([0, 8, 16]))
@@ -79,24 +68,28 @@ NODES = [f"{name}:shard=node" for name in ("fsdp", "zero1", "zero2")]
 def test_gradients_are_reduced_where_they_belong(strategy: str) -> None:
     """Of experts a rank reduces its own quarter among the ranks that have it, too."""
     made = schedule_of(parse(strategy), JOB, LAYOUT)
-    kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
+    kind = "all_reduce" if strategy == "ddp" else "reduce_scatter"
     node = strategy in NODES
-    found = elements([one for one in tiny.collectives(made, kind) if one.buffer != "norm"])
+    found = tiny.moved(made)
     world, replicas = ("node", "shards(2)/4") if node else ("world", "replicas(4)")
-    assert found == {world: DENSE, replicas: EXPERTS // 4}
+    reduced = {name: count for name, count in found.items() if name.startswith(kind)}
+    assert reduced == {f"{kind} {world}": DENSE, f"{kind} {replicas}": EXPERTS // 4}
     if node:  # shards of all are then reduced between the nodes
-        again = [one for one in tiny.collectives(made, Kind.ALL_REDUCE) if one.buffer != "norm"]
-        assert sum(one.elements for one in again) == DENSE // 8 + EXPERTS // 4 // 2
+        again = sum(count for name, count in found.items() if name.startswith("all_reduce"))
+        assert again == DENSE // 8 + EXPERTS // 4 // 2
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
     """fsdp: all but the root twice; zero1: all once, behind the optimizer."""
-    found = elements(tiny.collectives(schedule_of(parse(strategy), JOB, LAYOUT), Kind.ALL_GATHER))
+    moved = tiny.moved(schedule_of(parse(strategy), JOB, LAYOUT))
+    found = {name: count for name, count in moved.items() if name.startswith("all_gather")}
     root = sum(MODEL.blocks[place].parameters for place in (0, -1))
     times = 2 if strategy == "fsdp" else 1
-    want = {"world": times * DENSE - (times - 1) * root, "replicas(4)": times * EXPERTS // 4}
-    assert found == want
+    assert found == {
+        "all_gather world": times * DENSE - (times - 1) * root,
+        "all_gather replicas(4)": times * EXPERTS // 4,
+    }
 
 
 def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> None:
@@ -107,10 +100,13 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
     job = replace(JOB, ep=8)
     for strategy in ("zero1:shard=node", "zero2:shard=node"):
         made = schedule_of(parse(strategy), job, LAYOUT)
-        assert elements(tiny.collectives(made, Kind.REDUCE_SCATTER)) == {"node": DENSE}
-        assert elements(tiny.collectives(made, Kind.ALL_GATHER)) == {"node": DENSE}
-        again = elements(tiny.collectives(made, Kind.ALL_REDUCE))
-        assert again == {"peers": DENSE // 8 + EXPERTS // 8}
+        found = tiny.moved(made)
+        del found["all_to_all experts(8)"]
+        assert found == {
+            "reduce_scatter node": DENSE,
+            "all_gather node": DENSE,
+            "all_reduce peers": DENSE // 8 + EXPERTS // 8,
+        }
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
 
@@ -196,8 +192,7 @@ def test_with_tensor_parallelism_each_gpu_sends_its_part_of_the_sequence() -> No
     sent = tiny.collectives(made, Kind.ALL_TO_ALL)
     assert {one.elements for one in sent} == {3 * 4 * 2 * 32}
     assert {str(one.group) for one in sent} == {"experts(4)"}
-    found = elements(tiny.collectives(made, Kind.REDUCE_SCATTER))
-    assert found["replicas(4)"] == EXPERTS // 4
+    assert tiny.moved(made)["reduce_scatter replicas(4)"] == EXPERTS // 4
     tensor = [one for one in tiny.collectives(made, Kind.ALL_GATHER) if one.buffer == "activations"]
     # forward: two inputs of the dense layer, one of each other, one of the head; backward: as many
     # again, and those of outputs, the embedding's too

@@ -26,11 +26,6 @@ def chain(layers: int, flops: float = 1e6, ends: int = 0) -> Model:
     return Model("chain", (first, *body, last), tokens=1)
 
 
-def row(bandwidth: float) -> Cluster:
-    """Four nodes of one GPU."""
-    return tiny.cluster(RANKS, 1, inter=Link(bandwidth))
-
-
 def step_time(strategy: str, model: Model, cluster: Cluster) -> float:
     """Seconds of an optimizer step, by simulation."""
     return simulate(cluster, model, strategy).step_time_s
@@ -106,7 +101,9 @@ def test_a_step_takes_as_long_as_what_torch_issues_in_its_order(
         free[stream] = ends[name] = start + seconds
     optimizer = job.optimizer_step(-(-job.parameters // RANKS)).memory_bytes / 1e12
     found = step_time(
-        f"fsdp(version={version},reduce={reduce},clip=false)", chain(layers, flops), row(bandwidth)
+        f"fsdp(version={version},reduce={reduce},clip=false)",
+        chain(layers, flops),
+        tiny.cluster(RANKS, 1, inter=Link(bandwidth)),
     )
     assert found == pytest.approx(ends["reduce 0"] + optimizer, rel=1e-9)
 

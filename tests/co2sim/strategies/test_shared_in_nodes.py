@@ -1,6 +1,5 @@
 """Optimizer states divided inside nodes: what every collective moves, memory, and step times."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.prediction.question import Question
-from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.schedule.schedule import Layout
 from co2sim.simulation.run import execute
 
 M = 2000
@@ -22,14 +21,6 @@ stages = st.sampled_from(["zero1", "zero2"])
 nodes, gpus = st.integers(2, 5), st.sampled_from([2, 4, 5])
 
 
-def moved(schedule: Schedule) -> Counter[str]:
-    """Elements of all collectives, by kind and group."""
-    found: Counter[str] = Counter()
-    for work in tiny.collectives(schedule):
-        found[f"{work.kind} {work.group}"] += work.elements
-    return found
-
-
 @given(stages, nodes, gpus, st.integers(1, 3))
 def test_a_share_is_reduced_between_nodes_once_a_step(
     stage: str, n: int, g: int, accumulation: int
@@ -37,7 +28,7 @@ def test_a_share_is_reduced_between_nodes_once_a_step(
     """Stage 2 scatters gradients in every micro-step, stage 1 in the last one."""
     made = tiny.schedule(f"{stage}(shard=node)", (n, g), accumulation=accumulation)
     times = accumulation if stage == "zero2" else 1
-    assert moved(made) == {
+    assert tiny.moved(made) == {
         "reduce_scatter node": times * M,
         "all_reduce peers": M // g,
         "all_gather node": M,
@@ -68,7 +59,7 @@ def test_groups_of_any_ranks_are_parts_of_nodes_or_full_nodes() -> None:
     """Two GPUs of a node of four, or two nodes of them; each with its own peers."""
     for shard in (2, 8):
         made = tiny.schedule(f"zero1(shard={shard})", (4, 4))
-        assert moved(made) == {
+        assert tiny.moved(made) == {
             f"reduce_scatter block({shard})": M,
             f"all_reduce peers({shard})": M // shard,
             f"all_gather block({shard})": M,
@@ -83,7 +74,7 @@ def test_a_single_node_has_no_peers_and_a_single_gpu_nothing_to_divide(stage: st
     inside = tiny.schedule(f"{stage}(shard=node)", (1, 4))
     assert inside.body == tiny.schedule(stage, (1, 4)).body
     alone = tiny.schedule(f"{stage}(shard=node)", (4, 1), accumulation=2)
-    assert moved(alone) == {"all_reduce world": M}
+    assert tiny.moved(alone) == {"all_reduce world": M}
     memory = strategies.parse(f"{stage}(shard=node)").memory(tiny.job(), Layout(4, 1))
     assert memory == strategies.parse("ddp").memory(tiny.job(), Layout(4, 1))
 

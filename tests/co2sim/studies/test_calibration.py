@@ -185,14 +185,10 @@ def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
     )
     assert "calibrated by 1 run" in result.stack
     (measured,) = load_stack(str(own)).value.measured
-    here = _setting(replace(case, stack=str(own)))
+    cluster, model = replace(case, stack=str(own)).load()
+    here = setting_of(cluster.value, model.value, result)
     assert replace(measured, misfit=0.0, kernels="") == here
     assert measured.misfit < 0.02
-
-
-def _setting(case: Question) -> Any:
-    cluster, model = case.load()
-    return setting_of(cluster.value, model.value, driver.run(case))
 
 
 def _width(case: Question) -> float:
