@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow  # each writes a page
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 SOLVE = ("solve", "inter.bandwidth", "--for", "efficiency=50%,90%", *HERE, "-s", "zero2")
 SOLVE = (*SOLVE, "-s", "co2.published:tau=4,worker=node", "--from", "1 Gbit/s", "--to", "10 Tbit/s")
-SOLVE = (*SOLVE, "--micro-batch", "2", "--accumulation", "1")
 SWEEP = ("sweep", *HERE, "-s", "zero2", "--jobs", "1")
 SWEEP = (*SWEEP, "--vary", "inter.bandwidth=10 Gbit/s, 100 Gbit/s", "--vary", "micro_batch=1,2")
 EVIL = "<script>alert(1)</script>"
