@@ -126,6 +126,12 @@ def test_deepseek_v3_computes_what_its_dimensions_say() -> None:
     assert every == pytest.approx(671e9, rel=1e-3)
 
 
+def test_the_training_of_deepseek_v3_is_in_the_interval() -> None:
+    """180,000 hours of an H800 for 1e12 tokens: arXiv 2412.19437, section 1, with DualPipe."""
+    published = 1e12 / (180_000 * 3600)
+    assert deepseek().tokens_per_s_low / 2048 < published < deepseek().tokens_per_s_high / 2048
+
+
 # Llama 3.1 405B: 126 layers, 128 heads, 8 of keys, of width 128
 LLAMA_H, LLAMA_VOCAB, LLAMA_FFN = 16384, 128_256, 53248
 LLAMA_LAYER = 2 * LLAMA_H * LLAMA_H + 2 * LLAMA_H * 1024 + 3 * LLAMA_H * LLAMA_FFN

@@ -25,6 +25,18 @@ class Ended(NamedTuple):
 
 Command = Callable[..., Ended]
 
+OFFER = """\
+name = "{name}"
+source = "an offer"
+nodes = {nodes}
+gpus_per_node = 8
+gpu = "h100"
+price_per_gpu = "{price} USD/h"
+intra = {{ bandwidth = "450 GB/s", efficiency = 0.8, latency = "3 us" }}
+inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
+"""
+"""The file of a cluster, for `format`."""
+
 
 def in_process(
     name: str,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from co2sim import strategies
 from co2sim.models.architecture import Experts, Transformer, language_model
-from co2sim.models.workload import Workload
+from co2sim.models.workload import Model, Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Layout, Schedule
 
@@ -18,6 +18,12 @@ def job(tp: int = 1, *, sequence: bool = False, **changes: object) -> Workload:
     """A small GPT in bf16."""
     model = language_model("gpt", BODY, vocab=VOCAB, tokens=TOKENS, tied=True, positions=TOKENS)
     return Workload(model, tp=tp, sequence_parallel=sequence, **changes)  # type: ignore[arg-type]
+
+
+def small(body: Transformer, tokens: int, **changes: object) -> Model:
+    """A small language model whose body is changed."""
+    whole = replace(body, **changes)  # type: ignore[arg-type]
+    return language_model("small", whole, vocab=96, tokens=tokens, tied=False)
 
 
 def routed_job(ep: int = 1, load: float = 1.0, **changes: object) -> Workload:

@@ -1,6 +1,7 @@
 """Tiny clusters, models and strategies whose figures can be worked out by hand."""
 
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from co2sim.hardware.cluster import GPU, Cluster, Link
 from co2sim.models.blocks import MatMul
 from co2sim.models.workload import AttentionScores, Block, Model, Workload
 from co2sim.prediction import driver
-from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.simulation.trace import Span, Trace
 
 GIGA = 1e9
@@ -45,6 +46,22 @@ VARIANTS = [
     "co2(tau=2,delay=2,worker=node,average=leader)",
 ]
 """Every strategy, with the options that change the shape of its schedule."""
+
+
+BY_SITE = [
+    "co2.published(tau=2,worker=site)",
+    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
+    "co2(tau=3,delay=2,worker=site,inner=zero1)",
+    "co2(tau=3,delay=1,fragments=3,worker=site,inner=fsdp)",
+    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
+    "diloco(tau=4,worker=site)",
+    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
+    "diloco(tau=2,dtype=int4,worker=site,inner=zero3)",
+    "local_sgd(tau=2,worker=site)",
+    "slowmo(tau=2,worker=site,inner=zero3)",
+    "overlap_local_sgd(tau=2,worker=site,inner=ddp)",
+]
+"""Strategies with a worker per site."""
 
 
 def gpu(**changes: Any) -> GPU:
@@ -117,6 +134,21 @@ def local_step() -> float:
 def schedule(strategy: str, layout: tuple[int, int] = (2, 2), **changes: Any) -> Schedule:
     """The schedule of a strategy, given as text, for the tiny job."""
     return strategies.parse(strategy).schedule(job(**changes), Layout(*layout))
+
+
+def collectives(schedule: Schedule, kind: Kind | None = None, buffer: str = "") -> list[Collective]:
+    """The collectives of a schedule in order of issue: all, or those of a kind or of a buffer."""
+    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
+    return [work for work in works if kind in {None, work.kind} and buffer in {"", work.buffer}]
+
+
+def moved(schedule: Schedule) -> Counter[str]:
+    """Elements of all collectives by kind and group, but for the norm of gradients."""
+    found: Counter[str] = Counter()
+    for work in collectives(schedule):
+        if work.buffer != "norm":
+            found[f"{work.kind} {work.group}"] += work.elements
+    return found
 
 
 def by_op(trace: Trace, rank: int = 0) -> dict[tuple[int, str], Span]:

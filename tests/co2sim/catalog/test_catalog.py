@@ -1,17 +1,20 @@
-"""The catalog: every file loads, every number has a source, and no object is impossible."""
+"""The catalog: every file loads, every number has a source, names are those that people type."""
 
 import dataclasses
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from importlib import resources
+from itertools import pairwise, starmap
 from typing import Any
 
 import pytest
 import tiny
+from one_sample import simulate
 
-from co2sim.catalog import load_cluster, load_model, names
-from co2sim.catalog.facts import facts
+from co2sim.catalog import key_of, load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, facts, read
 from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
@@ -128,3 +131,63 @@ def test_objects_that_no_hardware_can_be_are_refused_in_one_line() -> None:
         pattern = "must be|listed by rising|no multiple of|only inter has|needs a peak"
         assert re.search(pattern, str(caught.value)), number
         assert "\n" not in str(caught.value), number
+
+
+# --- machines ---------------------------------------------------------------------------------
+
+
+ALIASES: dict[Kind, dict[str, list[str]]] = tomllib.loads(
+    (resources.files("co2sim.catalog") / "aliases.toml").read_text("utf-8")
+)
+
+TYPED = {
+    "p5": "p5.48xlarge",
+    "P5.48xlarge": "p5.48xlarge",
+    "ND H100 v5": "nd-h100-v5",
+    "Standard_ND96isr_H100_v5": "nd-h100-v5",
+    "BM.GPU.H100.8": "bm.gpu.h100.8",
+    "cloud-3200g": "p5.48xlarge",
+}
+
+
+@pytest.mark.parametrize(("typed", "key"), TYPED.items())
+def test_clusters_are_found_by_the_names_that_people_type(typed: str, key: str) -> None:
+    """In any letters, and with a dot: it is no file; and so are GPUs."""
+    assert key_of("clusters", typed) == key
+    assert load_cluster(typed).value == load_cluster(key).value
+    found = load_cluster("dgx-a100", {"gpu": "H100 SXM"}).value
+    assert found.gpu == load_cluster("dgx-h100").value.gpu
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_an_alias_means_one_entry_and_shadows_no_key(kind: Kind) -> None:
+    """All stand in small letters, for the reader of the table."""
+    known = names(kind)
+    assert set(ALIASES[kind]) <= set(known)
+    others = [other for listed in ALIASES[kind].values() for other in listed]
+    assert Counter(others).most_common(1)[0][1] == 1
+    assert not set(others) & set(known)
+    assert all(other == other.lower() and not {" ", "_"} & set(other) for other in others)
+    for key, listed in ALIASES[kind].items():
+        for other in (key, key.upper(), *listed):
+            assert key_of(kind, other) == key
+
+
+@pytest.mark.parametrize("key", names("gpus"))
+def test_peaks_are_dense_and_rise_with_fewer_bits(key: str) -> None:
+    """The next format is at most 4 times as fast; one that counted sparsity would be more."""
+    gpu = load_cluster("dgx-h100", {"gpu": key}).value.gpu
+    order = [gpu.peak[kind] for kind in ("bf16", "fp8", "fp4", "mxfp4") if kind in gpu.peak]
+    assert all(starmap(lambda less, more: less <= more <= 4 * less, pairwise(order)))
+    assert gpu.peak["fp32"] <= min(gpu.peak.get("bf16", gpu.peak["fp16"]), gpu.peak["fp16"])
+    assert gpu.precisions
+    assert set(gpu.precisions) <= {"bf16", "fp16", "fp32"}
+    assert read("gpus", key)["name"] == gpu.name
+
+
+@pytest.mark.parametrize("key", names("clusters"))
+def test_a_run_on_every_cluster_has_an_interval(key: str) -> None:
+    """On two nodes; a rack is a node."""
+    gpus = 2 * load_cluster(key).value.gpus_per_node
+    result = simulate(key, "gpt2-small", "fsdp", gpus=gpus)
+    assert 0 < result.tokens_per_s_low < result.tokens_per_s < result.tokens_per_s_high

@@ -111,33 +111,7 @@ def test_a_classifier_is_divided_and_predicted_as_other_models(tmp_path: Path) -
 
 TYPES = sorted({*huggingface.FAMILIES} - {"internlm2"})
 CAUSAL = [kind for kind in TYPES if kind not in {"vit", "bert", "roberta", "xlm-roberta"}]
-SMALL = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 1024),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 6),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "vocab_size"), 160),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 300),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
-    **dict.fromkeys(("num_experts_per_tok", "n_group", "num_channels"), 2),
-    "num_key_value_heads": 1,
-    "head_dim": 24,
-    "type_vocab_size": 3,
-    "topk_group": 1,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 56,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 20,
-    "sliding_window": 64,
-    "image_size": 64,
-    "patch_size": 8,
-    "first_k_dense_replace": 2,
-    "pad_token_id": 1,
-    "rotary_dim": 8,
-    "attention_types": [[["global", "local"], 3]],
-}
+SMALL = json.loads((DATA / "huggingface-small.json").read_text())["sizes"]
 """Sizes that no class has as its default, and that fit to those that each has."""
 
 

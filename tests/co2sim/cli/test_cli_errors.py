@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import Command, refused
+from commands import OFFER, Command, refused
 from typer.core import TyperOption
 from typer.main import get_command
 
@@ -13,22 +13,16 @@ from co2sim.cli.app import app
 BASE = "-c dgx-h100 -m gpt2-small"
 ON = f"{BASE} -s ddp -g 16"
 
-OFFER = """\
-name = "an offer"
-source = "an offer"
-nodes = 4
-gpus_per_node = 8
-gpu = "h100"
-price_per_gpu = "2 USD/h"
-intra = {bandwidth = "450 GB/s", latency = "3 us"}
-inter = {bandwidth = "400 Gbit/s", latency = "20 us"}
-"""
+DOLLARS = OFFER.format(name="an offer", price=2, rate=400, nodes=4)
 CELL = (
     '[[cell]]\nwhere = "here"\nquantity = "tokens_per_s"\nuse = "check"\ncluster = "dgx-h100"\n'
     'model = "gpt2-small"\nstrategy = "ddp"\ngpus = 16\n'
 )
 FILES = {
-    "offer.toml": OFFER,
+    "offer.toml": DOLLARS,
+    "copy.toml": DOLLARS,
+    "euro.toml": DOLLARS.replace("an offer", "another").replace("USD", "EUR"),
+    "runs.csv": "gpus,tokens_per_s_per_gpu\n8,38000\n",
     "zero.toml": f"{CELL}value = 0\n",
     "valueless.toml": CELL,
     "twice.json": '{"model_type": "gpt2", "extra": {"a": 1, "b": 2, "a": 1}}',
@@ -44,6 +38,9 @@ WORDS = {
     "EXPLORE": f"explore {BASE} -s ddp -g 16",
     "HUGE": "9" * 400,
     "LONG": "x" * 100_000,
+    "MANY": " ".join(f"-s co2.published:tau={tau}" for tau in range(2, 15)),
+    "UP_TO_60": ",".join(map(str, range(1, 61))),
+    "UP_TO_65": ",".join(map(str, range(1, 66))),
     "LLAMA": "-c dgx-h100 -m llama3-8b -g 16",
     "QWEN": "-c dgx-h100 -m qwen3-30b-a3b -g 16",
     "RESNET": "-c dgx-h100 -m resnet-50 -s ddp -g 16",

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import resource
+import shlex
 import sys
 import tempfile
 import tomllib
@@ -23,7 +24,7 @@ import pytest
 import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
-from places import ROOT
+from places import DATA, ROOT
 from tiny import VARIANTS, recorded_run
 
 from analysis.cli import main as co2analysis
@@ -203,18 +204,7 @@ method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,8,18444,,single node: no inter-node traffic
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,
 """
-HUGGING_FACE: tuple[dict[str, Any], ...] = (
-    {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64,
-     "vocab_size": 100, "resid_pdrop": 0.1},
-    {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
-     "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100,
-     "max_position_embeddings": 64, "tie_word_embeddings": False},
-    {"model_type": "vit", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
-     "intermediate_size": 128, "image_size": 32, "patch_size": 8, "id2label": {"0": "cat"}},
-    {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
-     "intermediate_size": 128, "vocab_size": 100, "head_dim": 16, "sliding_window": 64,
-     "max_position_embeddings": 64, "layer_types": ["full_attention", "sliding_attention"]},
-)  # fmt: skip
+HUGGING_FACE = tuple(json.loads((DATA / "huggingface-small.json").read_text("utf-8"))["files"])
 ONE_SAMPLE = ["--micro-batch", "1", "--accumulation", "1"]
 COMMANDS = (
     ["run", *ONE_SAMPLE], ["run", "--json"], ["show"],
@@ -246,15 +236,15 @@ def overrides(draw: st.DrawFn) -> list[str]:
     return ["--set", f"{path.strip('.')}={value}".replace("\0", "")]
 
 
-STUDIES = {
-    "run": ["-g", "8", *ONE_SAMPLE, "--seed", "1"],
-    "scale": ["-g", "2,4,8"],
-    "sweep": ["--vary", "inter.bandwidth=1 GB/s,2 GB/s", "-g", "8", "--jobs", "1"],
-    "solve": ["inter.bandwidth", "--for", "efficiency=90%", "-g", "8"],
-    "plan": ["--tokens", "1e9", "-g", "8", "--jobs", "1"],
-    "goodput": ["-g", "8", "--set", "failures=meta-rsc-1"],
-    "own": ["-g", "8", "--years", "3", "--utilization", "70%", "--set", "own.node=36000 USD"],
-}
+STUDIES = [
+    f"run -g 8 {' '.join(ONE_SAMPLE)} --seed 1",
+    "scale -g 2,4,8",
+    "sweep --vary 'inter.bandwidth=1 GB/s,2 GB/s' -g 8 --jobs 1",
+    "solve inter.bandwidth --for efficiency=90% -g 8",
+    "plan --tokens 1e9 -g 8 --jobs 1",
+    "goodput -g 8 --set failures=meta-rsc-1",
+    "own -g 8 --years 3 --utilization 70% --set 'own.node=36000 USD'",
+]
 
 
 # --- kinds of input: a command or a reader, its words, and files ---------------------------------
@@ -293,17 +283,8 @@ def option(draw: st.DrawFn) -> Input:
 @st.composite
 def word(draw: st.DrawFn) -> Input:
     """An odd word in the place of any behind the command, or of what follows its `=`."""
-    name = draw(st.sampled_from(sorted(STUDIES)))
-    words = [
-        name,
-        *STUDIES[name],
-        "-c",
-        "dgx-h100",
-        "-m",
-        "small.toml",
-        "-s",
-        "co2.published:tau=2",
-    ]
+    study = draw(st.sampled_from(STUDIES))
+    words = shlex.split(f"{study} -c dgx-h100 -m small.toml -s co2.published:tau=2")
     at = draw(st.integers(1, len(words) - 1))
     key, equals, _ = words[at].rpartition("=")
     odd = draw(st.sampled_from([*NUMBERS, *TEXTS]) | numbers)

@@ -4,7 +4,7 @@ import io
 from collections import Counter
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -28,20 +28,6 @@ def printed(
     return raw.getvalue().decode(encoding)
 
 
-SCALE = ["strategy", "8", "16", "32", "8->128", "exposed at 128", "memory at 128"]
-ROWS = [
-    [
-        "co2.published(tau=48, worker=node, inner=zero2)",
-        "3,191",
-        "3,191",
-        "3,191",
-        "1.00",
-        "8.6%",
-        "46.6 GB",
-    ],
-    ["ddp", "2,959*", "1,123*", "629*", "0.21", "79.5%", "119 GB"],
-]
-
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=14)
 TEXTS = st.lists(WORDS, max_size=8).map(" ".join)
 FIGURES = st.from_regex(r"\A[0-9]{1,3},[0-9]{3}\*?( [GM]B)?\Z") | st.just("")
@@ -57,9 +43,6 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]], int]:
 
 
 @given(tables(), st.integers(40, 140))
-@example((SCALE, ROWS, 1), 40)
-@example((SCALE, ROWS, 1), 70)
-@example((SCALE, ROWS, 1), 80)
 def test_no_width_cuts_a_word_or_a_figure(
     table: tuple[list[str], list[list[str]], int], width: int
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import OFFER
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -14,21 +15,12 @@ from co2sim.prediction.goodput import Trained, goodput_where
 
 DAY, HOUR = 86400.0, 3600.0
 
-CLUSTER = """
-name = "two nodes"
-source = "our machine room"
-nodes = 2
-gpus_per_node = 4
-gpu = "a100-40"
-intra = { bandwidth = "300 GB/s", latency = "3 us" }
-inter = { bandwidth = "25 Gbit/s", latency = "30 us" }
-"""
+CLUSTER = OFFER.format(name="two nodes", price=2, rate=25, nodes=2)
 
 
 def failures(**overrides: str) -> Failures:
     """Of a cluster of the catalog, with numbers that are set."""
     found = load_cluster("dgx-h100", {k.replace("__", "."): v for k, v in overrides.items()}).value
-    assert found.failures is not None
     return found.failures
 
 
@@ -55,11 +47,9 @@ def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     (tmp_path / "ours.toml").write_text('node = "40 days"\nsource = "our log"\n')
     path.write_text(CLUSTER.replace("nodes = 2", 'nodes = 2\nfailures = "ours.toml"', 1))
     beside = load_cluster(str(path)).value.failures
-    assert beside is not None
     assert beside.node == 40 * DAY
     path.write_text(CLUSTER + '\n[failures]\nnode = "150 days"\nspares = 2\n')
     own = load_cluster(str(path)).value.failures
-    assert own is not None
     assert (own.node, own.spares, own.gpu) == (150 * DAY, 2, None)
 
 

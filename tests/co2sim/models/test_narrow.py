@@ -4,9 +4,10 @@ import math
 
 import pytest
 from one_sample import simulate
+from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_stack
-from co2sim.models.architecture import Experts, Transformer, language_model
+from co2sim.models.architecture import Experts, Transformer
 from co2sim.models.workload import NARROW, Workload
 from co2sim.schedule.schedule import Gemm, Kernels
 from co2sim.simulation.costs import kernel_parts
@@ -20,7 +21,7 @@ BODY = Transformer(
     norm="rmsnorm",
     experts=Experts(count=4, active=2, width=32),
 )
-MODEL = language_model("small", BODY, vocab=96, tokens=16, tied=False)
+MODEL = small(BODY, 16)
 JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 8}
 
 
@@ -68,8 +69,6 @@ def test_a_narrow_product_attains_its_part_of_its_own_peak() -> None:
     """On an H100 0.688 of 1,979 TFLOP/s, of which a hot GPU sustains a part."""
     cluster = load_stack("megatron-core").value.within(load_cluster("dgx-h100").value)
     gpu = cluster.gpu
-    assert gpu.kernels is not None
-    assert gpu.products is not None
     one = Gemm(8192, 8192, 8192, 1.0, narrow="fp8", result=2.0)
     found = kernel_parts(Kernels((one,), 0, 0.0), gpu, gpu.kernels, "bf16").products
     speed = gpu.peak["fp8"] * 0.688 * gpu.products.sustained

@@ -12,7 +12,6 @@ from one_sample import simulate
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
-from co2sim.common.errors import CatalogError, Co2simError
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
 from co2sim.models.stack import Stack
 from co2sim.prediction.notes import IDLE_STACK
@@ -47,31 +46,30 @@ def seconds(kernels: Kernels, stack: Stack = STACK) -> float:
     return compute_time(Compute("forward", 1.0, 0.0, kernels), stack.on(GPU), "bf16")
 
 
-def test_a_product_takes_its_arithmetic_its_operands_and_its_start() -> None:
-    """As published for the GPU, slowed down by what lasts in a training; calls start one by one."""
-    product = Gemm(4096, 1024, 2048, width=2.0, batch=3, count=2.0)
-    flops, moved = 2 * 6 * 4096 * 1024 * 2048, 12 * (4096 * 1024 + 1024 * 2048 + 4096 * 2048)
-    expected = math.hypot(flops / (PEAK * 0.8 * 0.9), moved / (MEMORY * 0.5)) + 2e-6
-    assert seconds(Kernels((product,), 0, 0.0)) == pytest.approx(expected)
+@given(
+    st.lists(st.tuples(*[st.integers(1, 5000)] * 3, st.integers(1, 3)), max_size=2),
+    st.integers(0, 500),
+    st.floats(0, 1e11),
+    st.integers(1, 10**6),
+)
+def test_a_pass_takes_the_longer_of_its_kernels_and_its_host(
+    sides: list[tuple[int, int, int, int]], calls: int, elementwise: float, length: int
+) -> None:
+    """Kernels one after the other: their arithmetic, operands and starts, slowed by what lasts.
 
-
-@given(st.integers(1, 10**6))
-def test_attention_attains_half_of_its_speed_at_its_half_length(length: int) -> None:
-    """It approaches that of long sequences, forward and backward alike."""
-    work = FusedAttention(1e12, 0.0, length, backward=2e12)
-    took = seconds(Kernels((), 0, 0.0, attention=work))
+    Attention attains half of its speed at its half length, forward and backward alike; elementwise
+    kernels move more than the least by the factor of the stack.
+    """
+    products = tuple(Gemm(a, b, c, width=2.0, batch=many, count=2.0) for a, b, c, many in sides)
+    device = 2 * elementwise / MEMORY
+    for a, b, c, many in sides:
+        flops, moved = 4 * many * a * b * c, 4 * many * (a * b + b * c + a * c)
+        device += math.hypot(flops / (PEAK * 0.8 * 0.9), moved / (MEMORY * 0.5)) + 2e-6
     share = length / (length + 1000)
-    assert took == pytest.approx(1e12 / (PEAK * 0.5 * share) + 2e12 / (PEAK * 0.25 * share))
-
-
-def test_elementwise_kernels_move_more_than_the_least() -> None:
-    """By the factor of the stack."""
-    assert seconds(Kernels((), 0, 1e9)) == pytest.approx(2e9 / MEMORY)
-
-
-def test_a_host_that_is_slower_than_the_gpu_takes_its_time() -> None:
-    """Each operation takes the host its overhead."""
-    assert seconds(Kernels((), 500, 1e9)) == pytest.approx(500e-5)
+    device += 1e12 / (PEAK * 0.5 * share) + 2e12 / (PEAK * 0.25 * share)
+    attention = FusedAttention(1e12, 0.0, length, backward=2e12)
+    took = seconds(Kernels(products, calls, elementwise, attention=attention))
+    assert took == pytest.approx(max(device, calls * 1e-5))
 
 
 def test_an_unknown_implementation_of_attention_runs_as_products_do() -> None:
@@ -112,26 +110,21 @@ def test_every_stack_of_the_catalog_says_where_its_numbers_are_from(stack: str) 
 
 
 def test_a_file_of_a_stack_is_one_of_a_user(tmp_path: Path) -> None:
-    """It holds what those of the catalog hold; what is wrong in it is told in one line."""
+    """It holds what those of the catalog hold."""
     path = tmp_path / "mine.toml"
     path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 2\ncall_overhead = "9 us"\n')
     found = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
     assert found.stack == "ours"
-    path.write_text('name = "ours"\nflash = "flash2"\nelementwise = 0.5\ncall_overhead = "9 us"\n')
-    with pytest.raises(CatalogError, match=r"mine.toml: elementwise.*at least 1"):
-        simulate("dgx-h100", "gpt2-small", "ddp", gpus=8, stack=str(path))
 
 
 def test_a_stack_says_what_attention_loss_and_recomputation_do() -> None:
-    """Unless the case says it; an unknown name is told with those that there are."""
+    """Unless the case says it."""
     old = Question(
         cluster="dgx-a100", model="gpt2-small", strategy="ddp", stack="megatron-deepspeed"
     )
     job = old.stage().workload
     assert (job.attention, job.checkpointing) == ("eager", "reentrant")
     assert replace(old, attention="flash").stage().workload.attention == "flash"
-    with pytest.raises(Co2simError, match="megatron-deepspeed"):
-        replace(old, stack="megatron-deepsped").stage()
 
 
 def test_a_mesh_gives_few_gpus_few_of_its_links() -> None:

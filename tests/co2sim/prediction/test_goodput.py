@@ -1,15 +1,15 @@
-"""Goodput: closed forms, of a simulated training by strategy, and as `co2sim goodput` says it."""
+"""Goodput: closed forms, of a training by strategy, as the command says it, and event by event."""
 
 import json
 import math
 import shlex
 from dataclasses import astuple, replace
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 from commands import Command
+from goodput_simulation import NAMES, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
@@ -18,16 +18,20 @@ from scipy.stats import poisson
 from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.prediction import driver
 from co2sim.prediction.goodput import (
+    FailingWorkers,
     Goodput,
+    Preemption,
     Restart,
     Saving,
     Trained,
+    WholeJob,
     best_interval,
     erlang_loss,
     goodput_of,
     goodput_where,
     independent_worker_shares,
     missing,
+    shares_of,
     spot_of,
     whole_job_shares,
     young,
@@ -37,17 +41,14 @@ from co2sim.prediction.question import Question
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
 JOB = Trained(gpus=64, nodes=8, parameters=7_000_000_000, round_time=1.0)
-HERE = ("goodput", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "64")
-RSC = ("--set", "failures=meta-rsc-1")
+HERE = shlex.split("goodput -c a100-tcp80 -m gpt2-small -g 64 --set failures=meta-rsc-1")
 
 
 def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
     """Of the tiny model on a tiny cluster."""
     cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
     result = driver.run(Question(cluster=cluster, model=tiny.model(), strategy=strategy))
-    found = goodput_of(result, cluster, tiny.model())
-    assert found is not None
-    return found
+    return goodput_of(result, cluster, tiny.model())
 
 
 # --- closed forms ------------------------------------------------------------------------------
@@ -56,53 +57,23 @@ def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: 
 @given(
     st.floats(1e-7, 1e-3),
     st.floats(10.0, 1e4),
-    st.floats(0.0, 100.0),
-    st.floats(0.0, 10.0),
-    st.floats(0.0, 600.0),
-    st.integers(0, 5),
-    st.floats(0.0, 1e5),
+    st.builds(Saving, blocking=st.floats(0.0, 100.0), writing=st.floats(0.0, 10.0)),
+    st.builds(
+        Restart,
+        restart=st.floats(0.0, 600.0),
+        spares=st.integers(0, 5),
+        repair=st.floats(0.0, 1e5),
+    ),
 )
-def test_shares_sum_to_one(
-    rate: float,
-    every: float,
-    blocking: float,
-    writing: float,
-    down: float,
-    spares: int,
-    repair: float,
-) -> None:
+def test_shares_sum_to_one(rate: float, every: float, saving: Saving, after: Restart) -> None:
     """All of the time is accounted for, to 1e-9, and nothing is negative."""
-    after = Restart(restart=down, spares=spares, repair=repair)
     for shares in (
-        whole_job_shares(rate, every, Saving(blocking=blocking, writing=writing), after),
-        independent_worker_shares(rate, 4, every, after, blocking),
+        whole_job_shares(rate, every, saving, after),
+        independent_worker_shares(rate, 4, every, after, saving.blocking),
     ):
         values = list(astuple(shares))
         assert sum(values) == pytest.approx(1, abs=1e-9)
         assert min(values) >= -1e-9
-
-
-def daly(rate: float, blocking: float) -> float:
-    """Daly's higher order: Future Generation Computer Systems 22, 2006, equation 37."""
-    part = math.sqrt(blocking * rate / 2)
-    return math.sqrt(2 * blocking / rate) * (1 + part / 3 + part**2 / 9) - blocking
-
-
-@given(st.floats(1e-7, 1e-3), st.floats(1.0, 600.0))
-def test_the_best_interval_is_the_best(rate: float, blocking: float) -> None:
-    """No interval a little longer or shorter has more useful time; Young and Daly come near it."""
-    saving, after = Saving(blocking=blocking), Restart(restart=100.0)
-    best = best_interval(rate, saving)
-
-    def useful(every: float) -> float:
-        return whole_job_shares(rate, every, saving, after).useful
-
-    assert useful(best) >= useful(best * 1.01)
-    assert useful(best) >= useful(best / 1.01)
-    assert useful(best) >= useful(daly(rate, blocking)) - 1e-12
-    if rate * blocking < 0.01:
-        assert daly(rate, blocking) == pytest.approx(best, rel=0.01)
-        assert young(rate, blocking) == pytest.approx(best, rel=0.1)
 
 
 def test_young_is_that_of_his_paper() -> None:
@@ -166,7 +137,6 @@ def test_a_checkpoint_is_what_the_optimizer_needs() -> None:
 def test_workers_that_fail_with_their_node_stop_the_others_once() -> None:
     """8 workers on a node: as many stalls as failures of nodes, not 8 for each."""
     found = goodput_where(replace(PLAIN, regroup=7.0, detection=0.0), replace(JOB, workers=64))
-    assert found.workers is not None
     per_second = found.workers.rate * found.workers.count * found.workers.stall
     assert per_second == pytest.approx(8 / (100 * DAY) * 7.0)
 
@@ -179,7 +149,6 @@ def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time
     )
     left = (np.arange(100_000) + 0.5) / 100_000 * round_time  # of the round, after the failure
     expected = float(np.maximum(0, detection - left).mean())
-    assert found.workers is not None
     assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -302,30 +271,18 @@ def test_spot_stops_paying_where_a_useful_token_costs_as_much(
     failures = replace(SPOT, spot_price=price, node=days * 8 * DAY)
     job = replace(JOB, workers=workers)
     found = spot_of(failures, job)
-    assert found is not None
-    assert found.pays_from is not None
     assert found.on_demand == goodput_where(replace(failures, preemption=None), job).useful
     for times, less in ((0.9, False), (1.1, True)):
         moved = spot_of(replace(failures, preemption=found.pays_from * times), job)
-        assert moved is not None
-        assert moved.cost is not None
         assert (moved.cost < 1) is less
 
 
 # --- the command --------------------------------------------------------------------------------
 
 
-def answers(cli: Command, *more: str) -> list[dict[str, Any]]:
-    """What `--json` prints."""
-    ended = cli(*HERE, *more, "--json")
-    assert ended.code == 0, ended.err
-    found: list[dict[str, Any]] = json.loads(ended.out)
-    return found
-
-
 def test_json_has_all_of_it(cli: Command) -> None:
     """Shares that sum to 1, speed, interval, state, and the command that repeats it."""
-    (found,) = answers(cli, *RSC, "-s", "ddp")
+    (found,) = json.loads(cli(*HERE, "-s", "ddp", "--json").out)
     assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-9)
     assert found["useful"] == found["shares"]["useful"]
     assert found["low"] <= found["useful"] <= found["high"]
@@ -337,3 +294,80 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert found["whole"]["every"] > 0
     again = cli(*shlex.split(found["command"])[1:], "--json")
     assert json.loads(again.out) == [found]
+
+
+# --- event by event ---------------------------------------------------------------------------
+
+
+def check_events(whole: WholeJob, workers: FailingWorkers | None, seed: int, most: int) -> None:
+    """The useful share is within so many standard errors of the closed form, others within 4."""
+    found = simulated(whole, workers, seed=seed, runs=30, failures=300)
+    shares = shares_of(whole, workers)
+    for name in NAMES:
+        (value, error), share = found[name], getattr(shares, name)
+        allowed = (most if name == "useful" else 4) * error + 2e-5
+        assert abs(value - share) <= allowed, (name, share, value, error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", ["all", "workers", "both"])
+@pytest.mark.parametrize("number", range(4))
+def test_events_agree_with_the_closed_forms(number: int, fails: str) -> None:
+    """Settings drawn at random: the useful share is within 3 standard errors, others within 4."""
+    rng = np.random.default_rng(1000 + number)
+    mean = 10 ** rng.uniform(4, 5.5)
+    every = mean * 10 ** rng.uniform(-2, -0.5)
+    after = {"detection": mean * rng.uniform(0, 0.05), "restart": mean * rng.uniform(0, 0.05)}
+    if fails == "all":
+        after |= {"spares": int(rng.integers(0, 4)), "repair": mean * rng.uniform(0, 2)}
+    whole = WholeJob(
+        rate=0.0 if fails == "workers" else 1 / mean,
+        every=math.inf if fails == "workers" else every,
+        saving=Saving(blocking=every * rng.uniform(0, 0.1), writing=every * rng.uniform(0, 1)),
+        after=Restart(**after),
+    )
+    count = int(rng.integers(2, 65))
+    life = mean * count * 10 ** rng.uniform(-1, 1)
+    longest = 0.3 if fails == "workers" else -2
+    workers = FailingWorkers(
+        rate=1 / life,
+        count=count,
+        round_time=min(mean, life) * 10 ** rng.uniform(-4, longest),
+        after=Restart(restart=min(mean, life) * rng.uniform(0, 0.02)),
+        stall=life / count * rng.uniform(0, 0.05),
+        absent=0.1 * float(rng.integers(2)),
+    )
+    check_events(whole, None if fails == "all" else workers, seed=1000 + number, most=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", ["none", "on notice", "both", "too late"])
+@pytest.mark.parametrize("number", range(3))
+def test_preemptions_agree_with_the_closed_forms(number: int, copies: str) -> None:
+    """With copies on notice, without, and with failures beside them: within 4 standard errors."""
+    rng = np.random.default_rng(2000 + number)
+    mean = 10 ** rng.uniform(4, 5.5)
+    every = mean * 10 ** rng.uniform(-1.5, -0.3)
+    blocking, writing = every * rng.uniform(0, 0.1), every * rng.uniform(0, 1)
+    later = mean * rng.uniform(0, 0.1)
+    kept = FailingWorkers(
+        rate=0.3 / mean,
+        count=8,
+        round_time=mean * 10 ** rng.uniform(-3, -1),
+        after=Restart(detection=later / 2, restart=later),
+        stall=mean * rng.uniform(0, 0.003),
+        absent=0.0,
+        preempted=Preemption(rate=0.7 / mean, replacement=later * 2),
+    )
+    whole = WholeJob(
+        rate=0.0 if copies in {"none", "on notice"} else 0.6 / mean,
+        every=math.inf if copies in {"none", "on notice"} else every,
+        saving=Saving(blocking=blocking, writing=writing),
+        after=Restart(detection=later / 3, restart=later),
+        preempted=Preemption(
+            rate=0.0 if copies == "none" else 1.4 / mean,
+            saving=None if copies == "too late" else blocking + writing,
+            replacement=later * 3,
+        ),
+    )
+    check_events(whole, kept if copies == "none" else None, seed=2000 + number, most=4)

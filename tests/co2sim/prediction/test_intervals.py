@@ -1,5 +1,6 @@
-"""90 % intervals: where they come from, how wide they are, and which known runs are near."""
+"""90 % intervals: where they come from, how wide they are, which runs are near, and the order."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,16 +10,34 @@ from typing import Any
 import numpy as np
 import one_sample
 import pytest
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from one_sample import simulate
 
 import co2sim
 from analysis.published import calibrate
+from analysis.published.runs import training_runs
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster, Link, Scatter, Tier
 from co2sim.prediction.calibrations import calibrations, figures_of, squares
-from co2sim.prediction.intervals import Interval, RunKind, Situation, error_model, kind_of, overlaps
-from co2sim.strategies import parse
+from co2sim.prediction.driver import run
+from co2sim.prediction.intervals import (
+    Interval,
+    RunKind,
+    Situation,
+    between,
+    error_model,
+    kind_of,
+    nearest,
+    overlaps,
+    shares,
+    undecided,
+    unshared,
+)
+from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
+from co2sim.strategies import STRATEGIES, parse
 
 CO2 = "co2.published(tau=12, worker=node, inner=zero2)"
 ZEROPP = {"cluster": "dgx2-calibrated", "model": "gpt-18b", "strategy": "zeropp", "gpus": 32}
@@ -26,8 +45,6 @@ ZEROPP = {"cluster": "dgx2-calibrated", "model": "gpt-18b", "strategy": "zeropp"
 
 def width(result: co2sim.Result) -> float:
     """log(high / low)."""
-    assert result.tokens_per_s_low is not None
-    assert result.tokens_per_s_high is not None
     return math.log(result.tokens_per_s_high / result.tokens_per_s_low)
 
 
@@ -69,8 +86,6 @@ def test_a_calibrated_cluster_has_the_interval_of_its_fit() -> None:
     assert result.interval_source.startswith("calibration v100-zeropp: ")
     sigma = known.scatter * math.sqrt(1 + 2 / 20)
     assert width(result) == pytest.approx(2 * known.factor * sigma)
-    assert result.tokens_per_s_low is not None
-    assert result.tokens_per_s_high is not None
     assert result.tokens_per_s_low < result.tokens_per_s < result.tokens_per_s_high
 
 
@@ -119,8 +134,6 @@ def test_hidden_communication_that_may_become_exposed_widens_a_full_interval_bel
         "strategy": "co2.published(tau=4, worker=node, inner=ddp)",
     }
     quick, full = (one_sample.simulate(**job, interval=how) for how in ("quick", "full"))
-    assert full.tokens_per_s_low is not None
-    assert quick.tokens_per_s_low is not None
     assert full.tokens_per_s_low < quick.tokens_per_s_low
 
 
@@ -137,7 +150,6 @@ def test_elsewhere_the_interval_is_that_of_errors_on_published_runs(
 ) -> None:
     """As far to both sides as the model of errors says, with the runs that are behind it."""
     result = one_sample.simulate(cluster, model, strategy, gpus=16)
-    assert result.tokens_per_s_low is not None
     assert result.tokens_per_s_low * (result.tokens_per_s_high or 0) == pytest.approx(
         result.tokens_per_s**2
     )
@@ -245,7 +257,98 @@ def test_where_the_host_is_slow_less_is_sure() -> None:
         one_sample.simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8, micro_batch=4, tp=tp)
         for tp in (1, 8)
     )
-    assert long.host_load is not None
-    assert short.host_load is not None
     assert short.host_load > 3 * long.host_load
     assert width(short) > 1.3 * width(long)
+
+
+# --- published runs beside an answer ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("paper", ["torchtitan_h100", "nanotron", "deepspeed_azure"])
+def test_a_published_run_is_the_nearest_to_itself(paper: str) -> None:
+    """At distance 0, and further ones follow."""
+    one = next(one for one in training_runs() if one.paper == paper and one.headline)
+    case = one.case()
+    near = nearest(case, run(case))
+    assert near[0].distance == pytest.approx(0, abs=1e-6)
+    assert one.tokens_per_s_per_gpu in {
+        found.run.published for found in near if found.distance < 1e-6
+    }
+    distances = [found.distance for found in near]
+    assert distances == sorted(distances)
+
+
+def test_nothing_is_near_a_local_update_on_a_gpu_of_players(cli: Command) -> None:
+    """And the first line of an answer says so; near a published run it says nothing."""
+    case = Question(cluster="rtx3090-10x8", model="tiny-5m", strategy="diloco(tau=20)", gpus=16)
+    result = run(case)
+    assert result.unlike_published
+    assert result.nearest_published == nearest(case, result)[0].distance
+    place = ("-c", "rtx3090-10x8", "-m", "tiny-5m", "-s", "diloco:tau=20", "-g", "16")
+    for command in ("run", "scale"):
+        first = " ".join(cli(command, *place)[1].split())[:250]  # a title takes several lines
+        assert "no published run is near" in first
+    known = Question(cluster="dgx-h100", model="llama3-8b", strategy="fsdp", gpus=64)
+    assert run(known).nearest_published is not None
+    assert not run(known).unlike_published
+
+
+def test_evidence_is_in_the_json_if_it_is_asked_for(cli: Command) -> None:
+    """With source, setting, published and predicted throughput, and distance."""
+    job = ("run", "-c", "dgx-h100", "-m", "llama3-8b", "-s", "fsdp", "-g", "64", "--json")
+    assert "evidence" not in json.loads(cli(*job)[1])
+    (first, *_) = json.loads(cli(*job, "--evidence")[1])["evidence"]
+    assert first["run"]["source"]
+    assert first["run"]["published"] > 0
+    assert first["distance"] >= 0
+
+
+def test_every_strategy_shares_something_or_nothing() -> None:
+    """Local updates share whole steps."""
+    assert {shares(name) for name in STRATEGIES} == {"nothing", "states", "parameters", "steps"}
+
+
+# --- which of two is faster -------------------------------------------------------------------
+
+
+JOB = {"model": "llama3-8b", "gpus": 64}
+FSDP = simulate("dgx-h100", strategy="fsdp", **JOB)  # type: ignore[arg-type]
+
+
+def slower(result: Result, times: float) -> Result:
+    """The same run at another speed, with its interval."""
+    low, high = result.tokens_per_s_low, result.tokens_per_s_high
+    speeds = {"tokens_per_s": result.tokens_per_s / times}
+    speeds |= {"tokens_per_s_low": low / times, "tokens_per_s_high": high / times}
+    return replace(result, **speeds)  # type: ignore[arg-type]
+
+
+def test_what_two_runs_share_does_not_make_them_undecided() -> None:
+    """On one cluster a third is decided, though the intervals overlap; on two it is not."""
+    third = slower(FSDP, 1.35)
+    assert third.tokens_per_s_high > FSDP.tokens_per_s_low
+    assert not undecided(FSDP, third)
+    for other in ({"cluster": "another"}, {"stack": "another"}, {"model": "another"}):
+        assert undecided(FSDP, replace(third, **other))
+
+
+@given(st.floats(1, 3))
+def test_the_order_of_two_does_not_matter(times: float) -> None:
+    """Undecided one way is undecided the other way; equal ones always are."""
+    other = slower(FSDP, times)
+    assert undecided(FSDP, other) == undecided(other, FSDP)
+    assert undecided(FSDP, FSDP)
+    if undecided(FSDP, other):
+        assert undecided(FSDP, slower(FSDP, (1 + times) / 2))
+
+
+def test_less_alike_runs_share_less() -> None:
+    """Other strategies, sizes and batches are farther, so that more has to lie between them."""
+    pairs = error_model().pairs
+    assert unshared(FSDP, FSDP) == pairs.reach(0)
+    ddp = simulate("dgx-h100", strategy="zero2", **JOB)  # type: ignore[arg-type]
+    assert between(FSDP, ddp) == pytest.approx(2)
+    assert unshared(FSDP, ddp) == pytest.approx(pairs.reach(2))
+    more = replace(FSDP, gpus=FSDP.gpus * 4)
+    assert between(FSDP, more) == pytest.approx(1)
+    assert unshared(FSDP, replace(FSDP, cluster="another")) == math.inf

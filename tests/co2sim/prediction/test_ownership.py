@@ -147,7 +147,6 @@ def test_every_number_has_a_source_a_date_and_ends_around_it() -> None:
                 None if text is None else float(text.split()[0])
                 for text in (rate.value, rate.low, rate.high)
             )
-            assert value is not None
             assert all(end is None for end in ends) or ends[0] <= value <= ends[1], name
             assert rate.date[:2] == "20"
             assert len(rate.source) > 20

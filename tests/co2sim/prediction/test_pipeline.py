@@ -1,21 +1,31 @@
-"""Pipelines: the order of passes, the bubble, what stages hold, and figures of the whole."""
+"""Pipelines: the order of passes, the bubble, what stages hold; steps of many micro-steps."""
 
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import Co2simError, Question
-from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.cluster import Link
 from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
+from co2sim.prediction import predict as module
 from co2sim.prediction.job import stage_of
+from co2sim.prediction.predict import stage_figures
+from co2sim.prediction.result import Result
 from co2sim.schedule.mesh import Mesh, Pipeline, ends
+from co2sim.simulation import metrics
 from co2sim.simulation.costs import traffic
+from co2sim.simulation.noise import RunOptions
+from co2sim.simulation.run import Simulator
+from co2sim.strategies import DDP
 
 LAYERS = 8
 MODEL = language_model(
@@ -48,17 +58,6 @@ def passes_of(pipeline: Pipeline, stage: int) -> list[StagePass]:
         assert part % pipeline.stages == stage
         found.append(StagePass(bool(backward), part // pipeline.stages, micro))
     return found
-
-
-def cluster(nodes: int = 4, gpus: int = 4, **changes: object) -> Cluster:
-    """A tiny cluster without latency."""
-    return tiny.cluster(nodes, gpus, **changes)
-
-
-def case(**changes: object) -> Question:
-    """The model on all GPUs of a cluster."""
-    given = {"cluster": cluster(), "model": MODEL, "strategy": "ddp", "pp": 4, "accumulation": 8}
-    return Question(**given | changes)  # type: ignore[arg-type]
 
 
 def equal(pipeline: Pipeline, time: float) -> list[list[float]]:
@@ -138,13 +137,14 @@ def test_times_are_those_of_passes_one_after_the_other(
     assert ends(pipeline, forward, backward, between) == free
 
 
-@given(shapes)
+@given(shapes, st.data())
 def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int], data: st.DataObject
 ) -> None:
-    """Forward before backward; the most passes that are begun and not ended are those held."""
+    """Forward before backward; what is begun and not ended is held, by layers of its chunk."""
     stages, chunks, micros = shape
     pipeline = Pipeline(*shape)
+    layers = data.draw(st.lists(st.integers(1, 9), min_size=chunks, max_size=chunks))
     for stage in range(stages):
         order = passes_of(pipeline, stage)
         assert len(set(order)) == len(order) == 2 * chunks * micros
@@ -154,8 +154,9 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
                 under_way.remove((one.chunk, one.micro))
             else:
                 under_way.add((one.chunk, one.micro))
-            most = max(most, len(under_way))
-        assert most / chunks == pipeline.microbatches_in_flight(stage, [1] * chunks)
+            most = max(most, sum(layers[chunk] for chunk, _ in under_way))
+        held = pipeline.microbatches_in_flight(stage, layers)
+        assert held == pytest.approx(most / sum(layers))
 
 
 @given(st.sampled_from([2, 3, 4, 5]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
@@ -196,24 +197,9 @@ def test_embedding_and_head_count_as_layers_where_that_divides() -> None:
     assert Mesh(pp=2, interleave=2).layer_counts(9) == [3, 2, 2, 2]
 
 
-@given(shapes, st.data())
-def test_unequal_chunks_hold_what_is_begun_and_not_ended(
-    shape: tuple[int, int, int], data: st.DataObject
-) -> None:
-    """Each pass with the layers of its chunk."""
-    pipeline = Pipeline(*shape)
-    counts = data.draw(st.lists(st.integers(1, 9), min_size=shape[1], max_size=shape[1]))
-    for stage in range(pipeline.stages):
-        held, most = 0, 0
-        for one in passes_of(pipeline, stage):
-            held += -counts[one.chunk] if one.backward else counts[one.chunk]
-            most = max(most, held)
-        assert pipeline.microbatches_in_flight(stage, counts) == pytest.approx(most / sum(counts))
-
-
 def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> None:
     """With links that cost nothing: equal layers, an embedding of no FLOP, a head at the end."""
-    fast = cluster(intra=Link(1e18), inter=Link(1e18))
+    fast = tiny.cluster(4, 4, intra=Link(1e18), inter=Link(1e18))
     found = simulate(fast, MODEL, "ddp", pp=4, accumulation=8)
     alone = [
         simulate(fast, stage_of(Workload(MODEL, pp=4), number).model, "ddp", gpus=1)
@@ -242,7 +228,7 @@ def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> No
 )
 def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:
     """And with tensor parallelism: batch, memory and figures are those of the whole."""
-    found = simulate(cluster(), MODEL, strategy, pp=2, tp=2, interleave=2, accumulation=4)
+    found = simulate(tiny.cluster(4, 4), MODEL, strategy, pp=2, tp=2, interleave=2, accumulation=4)
     assert found.samples_per_s * found.step_time_s == pytest.approx(4 * 4)
     assert (found.pp, found.interleave, found.tp, found.gpus, found.nodes) == (2, 2, 2, 16, 4)
     assert found.tokens_per_gpu_per_step == 4 * 32 / 4
@@ -264,8 +250,9 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
     On 4 nodes of 4 GPUs a stage of 2 has two nodes, and a stage of 8 half of a node.
     """
     deep: dict[str, Any] = {"pp": pp, "interleave": chunks, "accumulation": 8, "tp": tp}
-    found = simulate(cluster(), MODEL, "ddp", **deep)
-    stage = case(**deep).job().stage(0)
+    deep |= {"cluster": tiny.cluster(4, 4), "model": MODEL, "strategy": "ddp"}
+    found = simulate(**deep)
+    stage = Question(**deep).job().stage(0)
     alone = traffic(stage.schedule, stage.cluster)
     edge = MODEL.blocks[1].boundary_bytes * stage.workload.precision.bytes / 2
     messages = (2 * chunks - 1) * 8
@@ -277,3 +264,129 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
     assert found.nic_bytes_per_node_per_step - alone.nic == pytest.approx(
         messages * edge / tp * gpus
     )
+
+
+# --- steps of many micro-steps by a few -------------------------------------------------------
+
+
+LONG = [
+    "co2.published(tau=12)",
+    "co2.published(tau=13,staleness=2)",
+    "local_sgd(tau=12,worker=node)",
+    "diloco(tau=14)",
+    "overlap_local_sgd(tau=12)",
+    "slowmo(tau=12,worker=node,inner=ddp)",
+    "co2.published(tau=12,dtype=int8)",
+    "co2.published(tau=12,worker=node,inner=fsdp)",
+    "diloco(tau=12,fragments=2,delay=1)",
+    "co2(tau=18,delay=2,worker=node)",
+    "diloco(tau=16,delay=1)",
+]
+"""Strategies whose local steps are many, too."""
+
+jobs = st.fixed_dictionaries(
+    {
+        "strategy": st.sampled_from(
+            [*(one for one in tiny.VARIANTS if "hpz_group" not in one), *LONG]
+        ),
+        "shape": st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2)]),
+        "tp": st.sampled_from([1, 2]),
+        "sequence_parallel": st.booleans(),
+        "accumulation": st.sampled_from([4, 16, 20]),
+        "interference": st.sampled_from([0.0, 0.1]),
+        "busy_efficiency": st.sampled_from([1.0, 0.8]),
+        "bandwidth": st.sampled_from([1e9, 1e10, 1e11]),
+        "latency": st.sampled_from([0.0, 1e-6]),
+    }
+)
+
+
+def figures_of(job: dict[str, Any], *, whole: bool = False) -> Result:
+    """The figures of a case; `whole` says that all micro-steps and local steps are simulated."""
+    options = dict(job)
+    options["pp"], options["interleave"] = options.pop("shape")
+    options["sequence_parallel"] = options["sequence_parallel"] and options["tp"] > 1
+    inter = Link(*(options.pop(name) for name in ("bandwidth", "latency")))
+    inter = replace(inter, busy_efficiency=options.pop("busy_efficiency"))
+    cluster = tiny.cluster(4, 4, inter=inter, interference=options.pop("interference"))
+    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9}
+    with patch.multiple(module, **fewest) if whole else nullcontext():
+        return simulate(cluster, MODEL, **options)
+
+
+@settings(max_examples=settings().max_examples // 2)  # each is two cases, one of them slow
+@given(jobs)
+def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
+    """To 1e-9, by every strategy, where communication is hidden and where it is not."""
+    few, whole = figures_of(job), figures_of(job, whole=True)
+    slack = 1e-9 * whole.round_time_s
+    assert few.exposed_comm_s == pytest.approx(whole.exposed_comm_s, abs=slack)
+    for name in ("round_time_s", "step_time_s", "tokens_per_s", "mfu", "comm_busy_s"):
+        assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=1e-9, abs=slack)
+    for name in ("wire_bytes_per_gpu_per_step", "nic_bytes_per_node_per_step"):
+        assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=1e-9)
+    sent = [one.sent_bytes_per_gpu_per_step for one in (few, whole)]
+    assert sent[0] == pytest.approx(sent[1], rel=1e-9)
+    assert sum(sent[0].values()) == pytest.approx(few.wire_bytes_per_gpu_per_step)
+    assert few.breakdown_s == pytest.approx(whole.breakdown_s, rel=1e-9, abs=slack)
+    assert few.memory_bytes_per_gpu == whole.memory_bytes_per_gpu
+    assert few.warnings == whole.warnings
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "co2.published(tau=2)"])
+def test_a_step_of_more_micro_steps_takes_no_more_ops(strategy: str) -> None:
+    """So that time and memory do not grow with them."""
+    few, many = (
+        Question(
+            cluster=tiny.cluster(4, 4), model=MODEL, strategy=strategy, pp=4, accumulation=count
+        )
+        for count in (64, 4096)
+    )
+    ops = [len(stage_figures(one.job(), 1).stage.schedule.body) for one in (few, many)]
+    assert ops[0] == ops[1]
+
+
+@pytest.mark.parametrize("strategy", ["zero1(bucket=2000)", "co2.published(tau=2)"])
+def test_micro_steps_repeat_where_the_last_round_ends_faster_than_others(strategy: str) -> None:
+    """Where no exchanges of a next round share links with its collectives: the midst repeats."""
+    job: dict[str, Any] = {"strategy": strategy, "pp": 4, "tp": 2, "sequence_parallel": True}
+    case = Question(cluster=tiny.cluster(4, 4), model=MODEL, accumulation=64, **job)
+    few = stage_figures(case.job(), 1)
+    prepared = case.job().stage(1)
+    many = Simulator(RunOptions(), prepared, None).rounds(12)
+    assert not metrics.is_steady(many, prepared.schedule)
+    midst = metrics.window(many.first(10), prepared.schedule, 1)
+    assert few.round_time == pytest.approx(midst.round_time, rel=1e-9)
+    assert len(few.stage.schedule.body) < len(prepared.schedule.body) / 2
+
+
+def test_beside_an_average_that_is_under_way_nothing_repeats() -> None:
+    """Though micro-steps beside it are alike: it ends in one of those that would be left out."""
+    slow, fast = (
+        Question(
+            cluster=tiny.cluster(8, 4, inter=Link(bandwidth)),
+            model=MODEL,
+            strategy="co2.published(tau=4)",
+            pp=4,
+            accumulation=8,
+        )
+        .job()
+        .stage(1)
+        for bandwidth in (2e8, 1e11)
+    )
+    for prepared, repeats in ((slow, False), (fast, True)):
+        trace = Simulator(RunOptions(), prepared, None).until_steady()[0]
+        assert (metrics.repeated(prepared.schedule, trace, "micro_step") is not None) is repeats
+
+
+def test_micro_steps_of_a_strategy_of_ones_own_are_all_simulated() -> None:
+    """What it does in each of them is not known."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Own(DDP):
+        name: ClassVar[str] = "own"
+
+    one = Question(cluster=tiny.cluster(4, 4), model=MODEL, strategy=Own(), pp=4, accumulation=64)
+    names = [op.name for op in stage_figures(one.job(), 1).stage.schedule.body]
+    assert any(name.startswith("m63.") for name in names)
+    assert any(name.startswith("m31.") for name in names)

@@ -2,13 +2,13 @@
 
 import csv
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from co2sim.schedule.schedule import Compute
 from co2sim.simulation.metrics import window
 from co2sim.studies.targets import METRICS, View
 
-Run = Callable[..., tuple[int, str, str]]
 ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
 ON = ("-c", "dgx-h100", "-m", "gpt2-small", *ONE_SAMPLE)
 PRICED = ("--set", "price_per_gpu=h100-median-2026-05", "--set", "grid=france", "--set", "pue=1.2")
@@ -63,7 +62,6 @@ def result(exposed: float = 0.25, **changes: object) -> Result:
 
 def known(found: Totals | None) -> Totals:
     """Totals that are known."""
-    assert found is not None
     return found
 
 
@@ -116,7 +114,6 @@ def test_the_range_of_the_step_factor_widens_the_interval_as_a_product_of_errors
     assert low * high == pytest.approx(1)  # the law's range is even
     assert found.days_low == pytest.approx(found.days * ends[0], rel=5e-3)
     assert found.days_high == pytest.approx(found.days * ends[1], rel=5e-3)
-    assert found.cost is not None
     assert found.cost_low == pytest.approx(found.cost * found.days_low / found.days / 2)
     alone = known(totals(result(**numbers), cluster(), 86.4e6))
     assert (alone.days_low, alone.days_high) == pytest.approx((alone.days * low, alone.days * high))
@@ -180,8 +177,6 @@ def test_power_lies_between_idle_and_computing(
     first, second = (
         power.power(result(share, straggler_delay_s=straggled), rest) for share in (low, high)
     )
-    assert first is not None
-    assert second is not None
     assert 16 * 100.0 * (1 - 1e-12) <= second <= first * (1 + 1e-12)
     assert first <= 16 * 340.0 * (1 + 1e-12)
 
@@ -254,7 +249,7 @@ def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
 
 
 @pytest.mark.slow
-def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> None:
+def test_run_sweep_scale_and_python_say_the_same(cli: Command, tmp_path: Path) -> None:
     """JSON, both CSV files, both frames and `totals_of` have the same figures."""
     table, out = tmp_path / "sweep.csv", tmp_path / "out"
     overrides = {"price_per_gpu": "h100-median-2026-05", "grid": "france", "pue": "1.2"}
@@ -289,7 +284,6 @@ def test_no_option_gains_as_much_against_the_best_trade_as_it_loses(
 ) -> None:
     """What saves money by a factor takes longer by a larger one, and the other way round."""
     plain = totals(result(), cluster(), 1e9)
-    assert plain is not None
     options = [replace(plain, days=days, cost=cost) for days, cost in pairs]
     best, cost = pairs[knee(options)]
     for other, price in pairs:

@@ -11,20 +11,14 @@ import pytest
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, written
+from commands import OFFER, Command, written
 from html_pages import drawn_points, files, first_screen, heading, held
 
-from co2sim.common.errors import OptionError
 from co2sim.prediction.driver import run
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.prediction.totals import result_to_dict
 from co2sim.report import bundle
-from co2sim.report.sweep_page import Swept
 from co2sim.studies import run_all
-from co2sim.studies.grid import cases_of, settings
-from co2sim.studies.run_all import Failure
 
 pytestmark = pytest.mark.slow  # each writes a page
 
@@ -34,16 +28,6 @@ SOLVE = (*SOLVE, "-s", "co2.published:tau=4,worker=node", "--from", "1 Gbit/s", 
 SWEEP = ("sweep", *HERE, "-s", "zero2", "--jobs", "1")
 SWEEP = (*SWEEP, "--vary", "inter.bandwidth=10 Gbit/s, 100 Gbit/s", "--vary", "micro_batch=1,2")
 EVIL = "<script>alert(1)</script>"
-OFFER = """\
-name = "{name}"
-source = "an offer"
-nodes = 2
-gpus_per_node = 8
-gpu = "h100"
-price_per_gpu = "{price} USD/h"
-intra = {{ bandwidth = "450 GB/s", efficiency = 0.8, latency = "3 us" }}
-inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
-"""
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +37,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder.mkdir(exist_ok=True)  # this module is imported by another: the same page for both
     for key, name, price, rate in (("fast", EVIL, 3.0, 1600), ("slow", "ü" * 200, 2.0, 25)):
         path = folder / f"{key}.toml"
-        path.write_text(OFFER.format(name=name, price=price, rate=rate), "utf-8")
+        path.write_text(OFFER.format(name=name, price=price, rate=rate, nodes=2), "utf-8")
         given += ["-c", str(path)]
     given += ["-s", "zero2", "-s", "co2:tau=12,delay=1", "--tokens", "1e10"]
     return (*given, "--global-batch", "256", "--deadline", "300 days", "--json")
@@ -203,43 +187,12 @@ def test_an_interrupted_sweep_says_so_on_its_page(
     assert not Path("none.html").exists()
 
 
-def many(count: int) -> Swept:
-    """A sweep over so many cases: one result and one failure again and again."""
-    values = ", ".join(f"{value + 1} Gbit/s" for value in range(count // 50))
-    job = Question(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=16)
-    grid = {"inter.bandwidth": values, "seed": ", ".join(map(str, range(50)))}
-    asked = settings(grid)
-    cases = cases_of(job, asked)
-    result, failure = run(job), Failure("", OptionError("it does not fit " * 20))
-    outcomes = [failure if place % 3 == 0 else result for place in range(len(cases))]
-    return Swept(
-        cases=cases,
-        settings=asked,
-        outcomes=outcomes,
-        rows=[
-            result_to_dict(case, one, NO_GOAL, None)
-            if isinstance(one, Result)
-            else {"error": one.reason}
-            for case, one in zip(cases, outcomes, strict=True)
-        ],
-        goal=NO_GOAL,
-        tokens=None,
-        command="co2sim sweep",
-    )
-
-
-@pytest.mark.parametrize("command", ["plan", "solve", "sweep"])
-def test_a_bad_path_is_refused_before_anything_is_simulated(
-    command: str, cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_a_missing_extra_is_named_before_anything_is_simulated(
+    cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another suffix, a folder that cannot be written, a missing extra: one line, code 2."""
-    given = {"plan": plan, "solve": SOLVE, "sweep": SWEEP}[command]
-    Path("file").touch()
-    for path, words in (("r.pdf", ".html"), ("file/r.html", "file")):
-        done = cli(*given, "--report", path)
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert words in done.err
+    """The base install has no Vega: one line, code 2."""
     monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    done = cli(*given, "--report", "r.html")
-    assert (done.code, done.out) == (2, "")
-    assert ".[report]" in done.err
+    for words in (plan, SOLVE, SWEEP, ("run", *HERE, "-s", "ddp"), ("scale", *HERE, "-s", "ddp")):
+        done = cli(*words, "--report", "r.html")
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert ".[report]" in done.err

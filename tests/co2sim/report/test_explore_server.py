@@ -31,9 +31,8 @@ from starlette.testclient import TestClient
 
 from co2sim import simulate
 from co2sim.models.memory import GIB
-from co2sim.prediction.driver import run
+from co2sim.prediction.driver import make_case, run
 from co2sim.prediction.goodput import goodput_of
-from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView
@@ -84,15 +83,14 @@ def error(answer: Any) -> str:
 def test_a_server_whose_processes_were_killed_goes_on(tmp_path: Path) -> None:
     """Idle ones are replaced; who waits for one that is at work gets a line."""
     before = set(psutil.Process().children())
-    asked = {"view": VIEW, "settings": [{}]}
-    with serving(tmp_path, limit=3.0) as client:
-        _until_answered(lambda: client.post("/figures", json=asked))
+    with serving(tmp_path, limit=1.0) as client:
+        _until_answered(lambda: client.post("/check", json=VIEW))
         simulating = set(psutil.Process().children()) - before
         assert simulating
         for process in simulating:
             process.kill()
         psutil.wait_procs(simulating, 10)
-        _until_answered(lambda: client.post("/figures", json=asked))
+        _until_answered(lambda: client.post("/check", json=VIEW))
 
 
 def _until_answered(ask: Callable[[], Any]) -> None:
@@ -216,14 +214,6 @@ def test_wrong_words_are_answered_as_on_the_command_line(client: TestClient) -> 
 
 
 # ---- what may be read
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    """A cluster of this machine that nobody named."""
-    path = tmp_path / "secret.toml"
-    path.write_text((CLUSTERS / "cloud-25g.toml").read_text("utf-8"), "utf-8")
-    return path
 
 
 def test_only_the_catalog_is_read(client: TestClient) -> None:
@@ -354,30 +344,16 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             ("ddp", f"co2:tau={tau},delay=1,worker=node"), found, strict=True
         ):
             overrides = {path: text for path, text in one.items() if path.startswith(("in", "fa"))}
-            case = Question(
-                cluster="cloud-100g",
-                model="gpt2-small",
-                strategy=strategy,
-                gpus=int(one.get("gpus", 16)),
-                micro_batch=2,
-                global_batch="auto",
-                recompute="auto",
-                overrides={"failures": "meta-rsc-1", **overrides},
-            )
+            options = {"gpus": int(one.get("gpus", 16)), "micro_batch": 2}
+            options |= {"overrides": {"failures": "meta-rsc-1", **overrides}}
+            case = make_case("cloud-100g", "gpt2-small", strategy, **options)
             result = run(case)
-            cluster, model = (entry.value for entry in case.load())
-            kept = goodput_of(result, cluster, model)  # type: ignore[arg-type]
-            assert kept
+            kept = goodput_of(result, *(entry.value for entry in case.load()))
             assert shown["tokens_per_s"] == result.tokens_per_s
             assert shown["exposed"] == result.exposed_share
             assert shown["memory"] == result.memory_bytes_per_gpu["total"] / GIB
             assert shown["fits"] == result.fits_in_memory
             assert shown["lost"] == 1 - kept.useful
-
-
-def hang(*_: object) -> None:
-    """Wait for what never comes."""
-    Event().wait()
 
 
 @pytest.mark.slow
@@ -389,7 +365,7 @@ def test_what_takes_too_long_ends_and_the_server_goes_on(
 
     def check(self: asking.Asker, view: PageView) -> None:
         if view.model == "llama-7b":
-            hang()
+            Event().wait()
         real(self, view)
 
     monkeypatch.setattr(asking.Asker, "check", check)
@@ -444,7 +420,6 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.process.stdout
         first = self.process.stdout.readline()
         assert first.startswith("open http://127.0.0.1:"), first
         self.address = first.split()[1]

@@ -1,4 +1,4 @@
-"""What shows itself in a notebook as HTML: short, whole, and every name stays text."""
+"""What becomes HTML in a notebook and on a page: short, whole, and every name stays text."""
 
 import math
 from dataclasses import replace
@@ -13,12 +13,9 @@ import co2sim
 from co2sim import OptionError, Question
 from co2sim.common import html_card
 from co2sim.prediction import driver
+from co2sim.report.html import from_markdown
 from co2sim.schedule.schedule import Schedule
 from co2sim.simulation.trace import SpanTable, Trace, by_stream, last_end
-
-EVIL = "<script>alert(1)</script>"
-MOST = 100_000
-"""Characters of what a notebook keeps for each cell."""
 
 
 class Page(HTMLParser):
@@ -79,8 +76,6 @@ def test_the_answer_is_first_with_its_interval_then_figures_then_warnings() -> N
     """As a sentence; what the figures depend on follows them."""
     found = replace(simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16), warnings=("mind this",))
     texts = Page(found._repr_html_()).texts
-    assert found.tokens_per_s_low is not None
-    assert found.tokens_per_s_high is not None
     interval = f"90 %: {found.tokens_per_s_low:,.0f} to {found.tokens_per_s_high:,.0f}"
     assert texts[0].startswith("ddp on 16 GPUs of ")
     assert f"{found.tokens_per_s:,.0f} tokens/s ({interval})." in texts[0]
@@ -131,3 +126,54 @@ def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyP
         assert "\n" not in str(caught.value)
     for shown in (result, schedule, trace):
         assert Page(shown._repr_html_()).elements.count("table") == 1
+
+
+# --- Markdown on a page -----------------------------------------------------------------------
+
+
+HARMLESS = {
+    *("p", "br", "hr", "em", "strong", "s", "code", "pre", "blockquote", "a"),
+    *("h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li"),
+    *("table", "thead", "tbody", "tr", "th", "td", "div"),
+}
+
+
+class Tags(HTMLParser):
+    """The tags of some HTML, with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep it."""
+        self.found.append((tag, dict(attrs)))
+
+
+PARTS = [
+    *("<script>", "</script>", "<img src=x onerror=y>", "![a](http://x.org/p.png)", '"', "'"),
+    *("# ", "## ", "| a | b |\n| --- | --- |\n| c |", "```", "`", "\n", "\n\n", "ü & <b>"),
+    *("[x](javascript:alert(1))", "[y](data:text/html,x)", "> ", "    ", "1. ", "- "),
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12))
+def test_no_text_becomes_a_tag_that_acts_or_loads(parts: list[str]) -> None:
+    """Only tags that Markdown has, without pictures, handlers and addresses that run."""
+    for tag, attributes in Tags(from_markdown("".join(parts))).found:
+        assert tag in HARMLESS
+        assert not any(name.startswith("on") or name == "src" for name in attributes)
+        assert not (attributes.get("href") or "").startswith(("javascript:", "data:"))
+
+
+def test_tables_and_code_scroll_in_boxes_with_names() -> None:
+    """A reader with a keyboard reaches them, one with a screen reader hears what they are."""
+    text = from_markdown("| a | b |\n| --- | ---: |\n| c | 1 |\n\n```sh\nls\n```\n\n    indented\n")
+    found = Tags(text).found
+    boxes = [attributes for tag, attributes in found if tag == "div"]
+    assert [box["aria-label"] for box in boxes] == ["a, b", "code", "code"]
+    assert all(box["tabindex"] == "0" and box["class"] == "wide" for box in boxes)
+    cells = [attributes for tag, attributes in found if tag in {"th", "td"}]
+    assert cells == [{}, {"class": "figure"}] * 2
+    assert text.count("</div>") == 3

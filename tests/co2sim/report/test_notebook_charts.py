@@ -26,7 +26,6 @@ from co2sim.simulation import metrics
 from co2sim.simulation.trace import Trace
 
 EXAMPLE = ROOT / "examples" / "what_if.ipynb"
-EVIL = "<script>alert(1)</script>"
 GPT = ("a100-tcp80", "gpt2-small")
 MOST = 500_000
 """Characters of a chart."""

@@ -16,7 +16,7 @@ from html_pages import drawn_points, files, first_screen, heading, held, loads, 
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, written
+from commands import written
 from one_sample import simulate
 
 from co2sim.models.memory import GIB
@@ -24,7 +24,7 @@ from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
-from co2sim.report import bundle, charts, html, rounds, sections, study_page
+from co2sim.report import bundle, charts, rounds, sections
 from co2sim.report.study_page import Study
 from co2sim.studies.grid import over_sizes
 
@@ -54,11 +54,6 @@ def study_of(
     )
 
 
-def rendered(study: Study) -> bytes:
-    """The page of a study."""
-    return html.render(study_page.page(study))
-
-
 @pytest.fixture
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page about training 1e9 tokens."""
@@ -70,7 +65,6 @@ def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
     words = heading(text)
     study = study_of(tokens=1e9, overrides=PRICED)
     best = study.best.totals
-    assert best is not None
     found = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
     assert best == min(found, key=lambda one: one.days * (one.cost or 0))
     named = (study.best.result.model, "1e9 tokens", "a100-tcp80", study.best.strategy)
@@ -241,18 +235,6 @@ def test_equal_clusters_are_called_equal() -> None:
         panels=[name for name in ("one", "other") for _ in study.cases],
     )
     assert "equally fast" in twice.answer()[0]
-
-
-def test_a_missing_extra_is_named_before_anything_is_simulated(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The base install has no Vega."""
-    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    given = ["-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--report", "r.html"]
-    for name in ("run", "scale"):
-        done = cli(name, *given)
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert ".[report]" in done.err
 
 
 def test_the_bundle_is_kept_for_the_next_page(

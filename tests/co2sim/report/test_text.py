@@ -2,20 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable
 
 import matplotlib as mpl
 import pytest
+from commands import Command
 from matplotlib.figure import Figure
 
 from co2sim.common.plots import COLOURS, STYLE, render
 from co2sim.common.units import scaled
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
 
-def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> None:
+def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Command) -> None:
     """A slow node, stragglers and jitter are in the header; their delay is among the figures."""
     quiet = cli("run", *SMALL, "-s", "ddp", "-g", "16", "--set", "node_spread=0")[1]
     assert "speeds" not in quiet
@@ -31,38 +30,34 @@ def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "micro_batch", "offered"),
+    ("options", "offered"),
     [
-        (("-m", "llama-13b", "-s", "co2:tau=4"), "1", ["co2:tau=4,worker=node,inner=zero3"]),
-        (
-            ("-m", "llama-7b", "-s", "zero2", "-g", "16"),
-            "16",
-            ["--recompute full", "--micro-batch 4"],
-        ),
-        (("-m", "llama-70b", "-s", "zero3", "-g", "8", "--recompute", "full"), "1", ["--gpus 16"]),
+        ("-m llama-13b -s co2:tau=4 --micro-batch 1", ["co2:tau=4,worker=node,inner=zero3"]),
+        ("-m llama-7b -s zero2 -g 16 --micro-batch 16", ["--recompute full", "--micro-batch 4"]),
+        ("-m llama-70b -s zero3 -g 8 --micro-batch 1 --recompute full", ["--gpus 16"]),
     ],
 )
 def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
-    cli: Run, options: tuple[str, ...], micro_batch: str, offered: list[str]
+    cli: Command, options: str, offered: list[str]
 ) -> None:
     """Every line of "what would fit" is options; run with them, the memory is as it said."""
-    options += ("--micro-batch", micro_batch, "--accumulation", "1")
-    options += () if "--recompute" in options else ("--recompute", "none")
-    shown = cli("run", "-c", "dgx-h100", *options)[1]
+    words = f"run -c dgx-h100 {options} --accumulation 1".split()
+    words += [] if "--recompute" in words else ["--recompute", "none"]
+    shown = cli(*words)[1]
     lines = shown.partition("what would fit in 84.9 GB")[2].partition("\n\n")[0].splitlines()[2:]
     offers = dict(re.split(r" {2,}", line.strip())[:2] for line in lines if line)
     for instead in offered:
         assert any(instead in text for text in offers)
     for text, size in offers.items():
-        given = list(options)
+        changed = list(words)
         changes = text.split()
         for flag, value in zip(changes[::2], changes[1::2], strict=True):
             short = {"--strategy": "-s", "--gpus": "-g"}.get(flag, flag)
-            if short in given:
-                given[given.index(short) + 1] = value
+            if short in changed:
+                changed[changed.index(short) + 1] = value
             else:
-                given += [flag, value]
-        found = json.loads(cli("run", "-c", "dgx-h100", *given, "--json")[1])
+                changed += [flag, value]
+        found = json.loads(cli(*changed, "--json")[1])
         assert found["fits_in_memory"]
         assert float(size.split()[0]) == pytest.approx(
             found["memory_bytes_per_gpu"]["total"] / 1e9, rel=0.01
@@ -72,31 +67,20 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
 @pytest.mark.parametrize(
     ("options", "name", "less"),
     [
-        (("-s", "zero3", "--recompute", "none"), "activations", "--recompute full"),
-        (("-s", "ddp", "--recompute", "full"), "optimizer", "shards it"),
-        (("-s", "co2.published:tau=4,staleness=2", "--recompute", "full"), "outer", "worker=node"),
-        (("-s", "zero3", "-m", "llama-70b", "--recompute", "full"), "optimizer", "more GPUs"),
+        ("-s zero3 --recompute none", "activations", "--recompute full"),
+        ("-s ddp --recompute full", "optimizer", "shards it"),
+        ("-s co2.published:tau=4,staleness=2 --recompute full", "outer", "worker=node"),
+        ("-s zero3 -m llama-70b --recompute full", "optimizer", "more GPUs"),
     ],
 )
 def test_the_largest_item_is_named_with_what_makes_it_smaller(
-    cli: Run, options: tuple[str, ...], name: str, less: str
+    cli: Command, options: str, name: str, less: str
 ) -> None:
     """What a user has chosen already, or what would not help, is not offered."""
-    model = () if "-m" in options else ("-m", "llama-7b")
-    given = (
-        "-c",
-        "dgx-h100",
-        *model,
-        "-g",
-        "8",
-        "--micro-batch",
-        "16",
-        "--accumulation",
-        "1",
-        *options,
-    )
-    shown = " ".join(cli("run", *given)[1].split())
-    items = json.loads(cli("run", *given, "--json")[1])["memory_bytes_per_gpu"]
+    model = "" if "-m" in options else "-m llama-7b"
+    words = f"run -c dgx-h100 {model} -g 8 --micro-batch 16 --accumulation 1 {options}".split()
+    shown = " ".join(cli(*words)[1].split())
+    items = json.loads(cli(*words, "--json")[1])["memory_bytes_per_gpu"]
     assert items[name] == max(size for item, size in items.items() if item != "total")
     said = shown.partition(f"largest item is {name}, {scaled(items[name], 'B')}: ")[2]
     assert less in said[:100]

@@ -8,6 +8,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim.common.errors import ScheduleError
 from co2sim.schedule.schedule import (
@@ -34,55 +35,37 @@ def op(name: str, *after: After, stream: str = "compute") -> Op:
     return Op(name, WORK, stream, after)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ([], "empty"),
-        ([op("a"), op("a")], "'a'"),
-        ([op("average"), op("outer", After("averge"))], "'average'"),
-        ([op("a", After("b")), op("b")], "not before it"),
-        ([op("a"), op("b", After("a", -1))], "-1 rounds"),
-    ],
-)
-def test_a_schedule_that_could_not_run_is_refused(body: list[Op], said: str) -> None:
-    """A bad body is refused when it is built, in words."""
-    with pytest.raises(ScheduleError) as caught:
-        Schedule("bad", tuple(body))
-    assert said in str(caught.value)
+def schedule(*body: Op, steps: int = 1) -> Schedule:
+    """A schedule of these ops."""
+    return Schedule("bad", body, steps)
 
 
-def test_bad_work_is_refused() -> None:
-    """Negative FLOP, empty buffers, empty layouts and rounds without a step are errors."""
-    wrong: list[tuple[str, Callable[[], object]]] = [
-        ("flops is -1", lambda: Compute("step", -1)),
-        ("elements=0", lambda: Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)),
-        ("root=-1", lambda: Collective(Kind.BROADCAST, "x", 1, DType.FP32, WORLD, root=-1)),
-        ("root=1", lambda: Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD, root=1)),
-        ("gpus_per_node", lambda: Layout(2, 0)),
-        ("steps is 0", lambda: Schedule("bad", (op("a"),), steps=0)),
-    ]
-    for key, make in wrong:
-        with pytest.raises(ScheduleError, match=key):
-            make()
+REFUSED: dict[str, Callable[[], object]] = {
+    "empty": schedule,
+    "'a'": lambda: schedule(op("a"), op("a")),
+    "'average'": lambda: schedule(op("average"), op("outer", After("averge"))),
+    "not before it": lambda: schedule(op("a", After("b")), op("b")),
+    "-1 rounds": lambda: schedule(op("a"), op("b", After("a", -1))),
+    "steps is 0": lambda: schedule(op("a"), steps=0),
+    "flops is -1": lambda: Compute("step", -1),
+    "elements=0": lambda: Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD),
+    "root=-1": lambda: Collective(Kind.BROADCAST, "x", 1, DType.FP32, WORLD, root=-1),
+    "root=1": lambda: Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD, root=1),
+    "gpus_per_node": lambda: Layout(2, 0),
+}
 
 
-@st.composite
-def bodies(draw: st.DrawFn) -> tuple[Op, ...]:
-    """Random legal bodies: any streams, waits for ops before, or for any op of an earlier round."""
-    size = draw(st.integers(1, 8))
-    body = []
-    for index in range(size):
-        wait = st.builds(
-            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
-            st.integers(0, size - 1),
-            st.integers(0, 3),
-        )
-        after = draw(st.lists(wait, max_size=3))
-        body.append(op(f"op{index}", *after, stream=draw(st.sampled_from("abc"))))
-    return tuple(body)
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_could_not_run_is_refused(said: str) -> None:
+    """When it is built, in words."""
+    with pytest.raises(ScheduleError, match=said):
+        REFUSED[said]()
 
 
-@given(bodies(), st.integers(1, 5))
+bodies = random_schedules(st.just(WORK), ["a", "b", "c"]).map(lambda schedule: schedule.body)
+
+
+@given(bodies, st.integers(1, 5))
 def test_instances_wait_for_what_the_body_says(body: tuple[Op, ...], rounds: int) -> None:
     """An instance waits for the named op so many rounds ago, and for nothing before round 0."""
     stream = {each.name: each.stream for each in body}
@@ -142,7 +125,7 @@ def closed(body: tuple[Op, ...]) -> tuple[Op, ...]:
     return (*waiting, op("end", *(After(each.name) for each in body)))
 
 
-@given(bodies(), st.booleans())
+@given(bodies, st.booleans())
 def test_rounds_are_apart_if_the_last_op_stands_between_them(
     body: tuple[Op, ...],
     close: bool,  # noqa: FBT001

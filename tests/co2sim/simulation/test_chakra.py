@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import tiny
 from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.hardware.cluster import Cluster
@@ -23,7 +25,6 @@ from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,
-    After,
     Collective,
     Compute,
     DType,
@@ -31,16 +32,13 @@ from co2sim.schedule.schedule import (
     Gemm,
     Kernels,
     Kind,
-    Op,
     Schedule,
-    Work,
     block,
     peers_of_blocks,
 )
 from co2sim.simulation import chakra
 from co2sim.simulation.chakra import export, schema
 from co2sim.simulation.costs import compute_time
-from co2sim.simulation.run import execute
 
 pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="the extra chakra is missing")
 KINDS = schema.schema()
@@ -139,21 +137,6 @@ def test_every_rank_says_what_its_schedule_does(
             assert value(node, "comm_size") == rounded_up(op.work.bytes / parts)
 
 
-@given(st.sampled_from(tiny.VARIANTS))
-def test_the_dependencies_of_a_trace_give_the_times_of_its_schedule(strategy: str) -> None:
-    """Longest paths through the nodes end when the simulator ends with free communication."""
-    schedule, cluster = tiny.schedule(strategy), tiny.cluster()
-    _, ranks, rounds = written(schedule, cluster, 1)
-    ends: list[float] = []
-    for node, (_, _, op, _) in zip(ranks[0], schedule.instances(rounds), strict=True):
-        free = isinstance(op.work, Collective)
-        taken = 0.0 if free else compute_time(op.work, cluster.gpu, "bf16")  # type: ignore[arg-type]
-        start = max((ends[wait] for wait in (*node.ctrl_deps, *node.data_deps)), default=0.0)
-        ends.append(start + taken)
-    trace = execute(schedule, cluster, precision="bf16", rounds=rounds, free_communication=True)
-    assert max(ends) == pytest.approx(tiny.makespan(trace), rel=1e-9)
-
-
 NAMES = st.text('abc.µ€ /"\\{', min_size=1, max_size=4)
 AMOUNTS = (
     st.floats(0, 1e18) | st.integers(0, 2**53) | st.just(0.5)
@@ -191,24 +174,15 @@ def collectives(draw: st.DrawFn) -> Collective:
     )
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any small schedule: works of all kinds, streams, and waits within and across rounds."""
-    names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
-    body = []
-    for place, name in enumerate(names):
-        waits = [
-            After(other, ago)
-            for at, other in enumerate(names)
-            for ago in draw(st.lists(st.integers(0, 3), max_size=1))
-            if ago or at < place
-        ]
-        works: st.SearchStrategy[Work] = COMPUTES | collectives()
-        body.append(Op(name, draw(works), draw(st.sampled_from("xyz")), tuple(waits)))
-    return Schedule(draw(NAMES), tuple(body), draw(st.integers(1, 48)))
+SCHEDULES = st.builds(
+    replace,
+    random_schedules(COMPUTES | collectives(), ["x", "y", "z"], NAMES, most=6),
+    name=NAMES,
+    steps=st.integers(1, 48),
+)
 
 
-@given(schedules(), st.integers(1, 3), st.integers(0, 2))
+@given(SCHEDULES, st.integers(1, 3), st.integers(0, 2))
 def test_any_schedule_comes_back(schedule: Schedule, nodes: int, more: int) -> None:
     """Of any works, streams, waits and rounds that show all of them, on nodes of 2 GPUs."""
     written(schedule, tiny.cluster(nodes, 2), rounds=schedule.lag + 1 + more)

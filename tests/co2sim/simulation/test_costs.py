@@ -1,15 +1,18 @@
-"""Costs: rooflines in closed form, and collectives by counting every byte on every link."""
+"""Costs: rooflines in closed form, collectives by every byte on every link, and their latencies."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import tiny
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import AllReduce, Backend, Cluster, Link, Tier
 from co2sim.schedule.schedule import (
@@ -31,6 +34,8 @@ from co2sim.schedule.schedule import (
 )
 from co2sim.schedule.token_routing import TokenRouting
 from co2sim.simulation.costs import compute_time, cost_of, traffic
+from co2sim.simulation.metrics import window
+from co2sim.simulation.run import execute
 
 Message = tuple[int, int, float]
 """Sender, receiver, bytes."""
@@ -38,9 +43,9 @@ Message = tuple[int, int, float]
 SIZE = 5040.0
 
 
-def collective(kind: Kind, group: Group = WORLD) -> Collective:
-    """A collective over a buffer of SIZE bytes, which many group sizes divide."""
-    return Collective(kind, "x", int(SIZE / 2), DType.BF16, group)
+def collective(kind: Kind, group: Group = WORLD, size: float = SIZE) -> Collective:
+    """A collective over a buffer of so many bytes; SIZE is what many group sizes divide."""
+    return Collective(kind, "x", int(size / 2), DType.BF16, group)
 
 
 # --- the algorithms, message by message ----------------------------------------------------------
@@ -135,7 +140,7 @@ def messages(work: Collective, cluster: Cluster, rank: int = 0) -> Iterator[Mess
     return ring(work.kind, ranks, work.bytes)
 
 
-SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (3, 2, 1), (4, 2, 2), (6, 3, 3), (2, 2, 2)]
+SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (3, 2, 1), (4, 2, 2), (6, 3, 3), (5, 4, 1)]
 """Nodes, GPUs per node, sites."""
 
 
@@ -154,19 +159,6 @@ def shaped(nodes: int, gpus: int, sites: int) -> Cluster:
 GROUPS = [WORLD, NODE, PEERS, SITE, SITE_PEERS, block(1), block(2), block(4)]
 
 
-def check_bytes(
-    shape: tuple[int, int, int], group: Group, kind: Kind, all_reduce: AllReduce
-) -> None:
-    """The footprint is what the algorithm's messages add up to, link by link."""
-    cluster, work = replace(shaped(*shape), all_reduce=all_reduce), collective(kind, group)
-    cost, count = cost_of(work, cluster), Count(messages(work, cluster), cluster)
-    assert cost.intra == pytest.approx(most(count.intra))
-    assert cost.inter == pytest.approx(most(count.inter))
-    assert cost.wan == pytest.approx(most(count.wan))
-    if all_reduce == "ring" or kind is not Kind.ALL_REDUCE:
-        assert cost.sent == pytest.approx(most(count.sent))
-
-
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
     st.sampled_from(GROUPS),
@@ -176,12 +168,22 @@ def check_bytes(
 def test_footprints_count_bytes_on_any_layout(
     shape: tuple[int, int, int], group: Group, kind: Kind, all_reduce: AllReduce
 ) -> None:
-    """Of sites of some nodes; blocks divide a node, or are full nodes that divide a site."""
+    """They are what the algorithm's messages add up to, link by link.
+
+    Of sites of some nodes; blocks divide a node, or are full nodes that divide a site.
+    """
     per_site, gpus, sites = shape
     assume(not group.ranks or gpus % group.ranks == 0 or per_site * gpus % group.ranks == 0)
     assume(not group.ranks or gpus % group.ranks == 0 or group.ranks % gpus == 0)
     assume(not group.ranks or all_reduce == "ring")
-    check_bytes((per_site * sites, gpus, sites), group, kind, all_reduce)
+    cluster = replace(shaped(per_site * sites, gpus, sites), all_reduce=all_reduce)
+    work = collective(kind, group)
+    cost, count = cost_of(work, cluster), Count(messages(work, cluster), cluster)
+    assert cost.intra == pytest.approx(most(count.intra))
+    assert cost.inter == pytest.approx(most(count.inter))
+    assert cost.wan == pytest.approx(most(count.wan))
+    if all_reduce == "ring" or kind is not Kind.ALL_REDUCE:
+        assert cost.sent == pytest.approx(most(count.sent))
 
 
 def by_node(ranks: list[int], routing: TokenRouting, cluster: Cluster) -> Iterator[Message]:
@@ -250,7 +252,8 @@ def test_a_tree_all_reduce_moves_the_bytes_of_two_trees(nodes: int, gpus: int) -
 def test_latencies_are_those_of_the_links_on_the_path(shape: tuple[int, int, int]) -> None:
     """A chunk of a ring hops m-1 times; rank 0 of an exchange sends to every other one in turn.
 
-    A hierarchical all-reduce goes inside the node, between nodes and between sites, and back.
+    A hierarchical all-reduce goes inside the node, between nodes and between sites, and back; a
+    tree through a chain inside the node, and log2 steps between nodes.
     """
     cluster, (nodes, gpus, sites) = shaped(*shape), shape
 
@@ -269,15 +272,9 @@ def test_latencies_are_those_of_the_links_on_the_path(shape: tuple[int, int, int
     by_level = replace(cluster, all_reduce="hierarchical")
     once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
     assert cost_of(collective(Kind.ALL_REDUCE), by_level).latency == 2 * once
-
-
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (4, 2), (5, 3), (16, 4)])
-def test_tree_latency_is_logarithmic_in_the_nodes(nodes: int, depth: int) -> None:
-    """A tree goes up and down: a chain inside the node, log2 steps between nodes."""
-    cluster = tiny.cluster(
-        nodes, 4, all_reduce="tree", intra=Link(1e9, 1.0), inter=Link(1e9, 100.0)
-    )
-    assert cost_of(collective(Kind.ALL_REDUCE), cluster).latency == 2 * (3 + 100 * depth)
+    if sites == 1:
+        tree, depth = replace(cluster, all_reduce="tree"), math.ceil(math.log2(nodes))
+        assert cost_of(collective(Kind.ALL_REDUCE), tree).latency == 2 * (gpus - 1 + 100 * depth)
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 10**9), st.floats(0.0, 1e-3))
@@ -383,3 +380,170 @@ def test_efficiency_is_linear_in_the_logarithm_of_the_work(flops: float, fractio
     gpu = tiny.gpu(efficiency=((1e9, 0.2), (1e11, 0.4)))
     took = compute_time(Compute("x", flops), gpu, "bf16")
     assert took == pytest.approx(flops / (1e12 * fraction))
+
+
+# --- switches between nodes -------------------------------------------------------------------
+
+
+KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]
+
+
+def tiered(nodes: int = 8, gpus: int = 2, **tiers: Any) -> Cluster:
+    """Nodes of two GPUs with 1 GB/s between them."""
+    return tiny.cluster(nodes, gpus, inter=Link(1e9, 1e-6, **tiers))
+
+
+@pytest.mark.parametrize("group", [WORLD, PEERS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group: Group) -> None:
+    """The busiest of two pods of 4 nodes, with all groups of the kind."""
+    on = tiered(rail=Tier(4))
+    work = collective(kind, group, 1e6)
+    sent = [0.0, 0.0]
+    for rank in range(on.gpus_per_node if group == PEERS else 1):
+        for sender, receiver, size in messages(work, on, rank):
+            here, there = (one // on.gpus_per_node // 4 for one in (sender, receiver))
+            if here != there:
+                sent[here] += size
+    (found,) = cost_of(work, on).tiers
+    assert found.bytes * found.groups(on) == pytest.approx(max(sent))
+
+
+def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
+    """It leaves the pod of 4 once: 4 is no loss, 12 takes three times as long."""
+    work, plain = collective(Kind.ALL_GATHER, size=1e6), tiered()
+    nics = cost_of(work, plain).link_times(plain)[1]
+    for factor, expected in ((4.0, 1.0), (12.0, 3.0)):
+        on = tiered(rail=Tier(4, oversubscription=factor))
+        found = cost_of(work, on)
+        assert found.duration_alone(on) == pytest.approx(found.latency + expected * nics)
+
+
+def test_congestion_slows_what_crosses() -> None:
+    """A ring as its slowest hop; of an exchange the part that leaves the pod."""
+    on = tiered(spine=Tier(4, congestion=1.5))
+    plain = tiered()
+    for kind, factor in ((Kind.ALL_GATHER, 1.5), (Kind.ALL_TO_ALL, 1 + 0.5 * 4 / 7)):
+        work = collective(kind, size=1e6)
+        nics = cost_of(work, plain).link_times(plain)[1]
+        found = cost_of(work, on)
+        assert found.duration_alone(on) == pytest.approx(found.latency + factor * nics)
+
+
+@given(
+    st.sampled_from(tiny.VARIANTS),
+    st.sampled_from([(4, 1), (4, 2), (6, 2)]),
+    st.floats(1, 50),
+    st.floats(1, 50),
+    st.sampled_from(["oversubscription", "congestion"]),
+)
+def test_narrower_tiers_are_never_faster(
+    strategy: str, shape: tuple[int, int], one: float, other: float, which: str
+) -> None:
+    """A round of any strategy, with two tiers of which one gets narrower."""
+    schedule = tiny.schedule(strategy, shape)
+    low, high = sorted((one, other))
+
+    def took(factor: float) -> float:
+        on = tiered(*shape, rail=Tier(1, 2.0, 1.1), spine=Tier(2, **{which: factor}))
+        trace = execute(schedule, on, precision="bf16", rounds=8)
+        return window(trace, schedule, 4).round_time
+
+    assert took(low) <= took(high) * (1 + 1e-9)
+
+
+# --- protocols of NCCL ------------------------------------------------------------------------
+
+
+US = 1e-6
+H100 = load_cluster("dgx-h100", {"inter.ring_loss": "0"}).value.resized(512)
+"""64 nodes of 8. A ring attains the 82.4 % of 450 GB/s of NVLink, a little less than the cards."""
+BANDWIDTH = 450e9 * 0.824
+
+
+def alone(work: Collective, on: Cluster) -> float:
+    """Seconds when nothing else is in flight."""
+    return cost_of(work, on).duration_alone(on)
+
+
+# Hops of a ring over 512 ranks: 448 inside nodes, 63 between them; of a tree up and down: 7 inside
+# the node and 6 = log2(64) between nodes, twice.
+SIMPLE_RING = 448 * 3.4 + 63 * 14.0
+LL128_RING = 14.0 + 448 * 1.9 + 63 * 4.0
+LL_RING = 6.6 + 448 * 1.0 + 63 * 2.7  # a post takes 1 us, longer than a hop by LL (0.6 us)
+LL_TREE = 6.8 + 2 * (7 * 0.6 + 6 * 5.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "latency", "share"),
+    [(1e3, LL_RING, 0.5), (200e6, LL128_RING, 0.92), (20e9, 8.4 + SIMPLE_RING, 1.0)],
+)
+def test_a_gather_takes_the_protocol_that_is_fastest(
+    size: float, latency: float, share: float
+) -> None:
+    """LL for a kilobyte, LL128 for a layer, Simple for what takes 50 ms on 512 H100."""
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        found = cost_of(collective(kind, size=size), H100)
+        assert found.latency == pytest.approx(latency * US)
+        if share != 0.5:  # LL attains 20.4 GB/s at most
+            assert found.share == share
+        else:
+            assert found.share == pytest.approx(20.4e9 / BANDWIDTH)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "latency"),
+    [
+        (8, 6.6 + 2 * 7 * 0.6),  # the ring: it starts earlier than a tree
+        (16, 6.8 + 2 * (7 * 0.6 + 5.0)),
+        (512, LL_TREE),
+        (16384, 6.8 + 2 * (7 * 0.6 + 11 * 5.0)),
+    ],
+)
+def test_the_norm_of_gradients_is_a_tree_of_a_few_hops(gpus: int, latency: float) -> None:
+    """A blocking all-reduce of 4 bytes, as clipping and logging need: 15 to 125 us."""
+    on = H100.resized(gpus)
+    norm = Collective(Kind.ALL_REDUCE, "norm", 1, DType.FP32, WORLD)
+    assert alone(norm, on) == pytest.approx(latency * US, rel=1e-3)
+    assert alone(norm, on) < alone(norm, replace(on, protocols="simple"))
+
+
+def test_posts_of_a_slow_host_bound_the_hops_of_a_ring() -> None:
+    """2 us with AMD's processors: 6 us a hop by Simple, 2 by the others; none inside a node."""
+    amd = replace(H100, network_overhead=2e-6)
+    found = cost_of(collective(Kind.ALL_GATHER, size=200e6), amd)
+    assert found.latency == pytest.approx((14.0 + 448 * 2.0 + 63 * 4.0) * US)
+    large = cost_of(collective(Kind.ALL_GATHER, size=100e9), amd)
+    assert large.latency == pytest.approx((8.4 + 448 * 6.0 + 63 * 14.0) * US)
+    two = cost_of(collective(Kind.ALL_GATHER, size=200e6), amd.resized(16))
+    assert two.latency == pytest.approx((14.0 + 14 * 2.0 + 4.0) * US)
+    inside = collective(Kind.ALL_GATHER, NODE, 200e6)
+    assert cost_of(inside, amd) == cost_of(inside, H100)
+
+
+def test_nodes_without_nvlink_have_no_ll128() -> None:
+    """PCI has Simple and LL: 5.7 and 1.0 us a hop."""
+    pci = replace(H100, protocols="pci", intra=replace(H100.intra, latency=5.7e-6))
+    inside = collective(Kind.ALL_GATHER, NODE, 1e3)
+    assert cost_of(inside, pci).latency == pytest.approx((6.6 + 7 * 1.0) * US)
+    large = collective(Kind.ALL_GATHER, NODE, 1e9)
+    assert cost_of(large, pci).latency == pytest.approx((8.4 + 7 * 5.7) * US)
+    assert cost_of(large, pci).share == 1
+
+
+@given(
+    st.sampled_from([Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER]),
+    st.floats(2, 1e11),
+    st.floats(1, 10),
+    st.sampled_from([(1, 8), (2, 8), (64, 8), (16, 1)]),
+)
+def test_a_choice_is_never_slower_and_larger_buffers_never_faster(
+    kind: Kind, size: float, factor: float, shape: tuple[int, int]
+) -> None:
+    """Beyond the 8.4 us that Simple starts with, and slower hops of trees by it, 4 for 3.4 us."""
+    on = replace(H100, nodes=shape[0], gpus_per_node=shape[1], network_overhead=0.0)
+    plain = replace(on, protocols="simple")
+    few, many = collective(kind, size=size), collective(kind, size=size * factor)
+    start = (8.4 + 2 * 7 * 0.6 * (kind is Kind.ALL_REDUCE)) * US
+    assert alone(few, on) <= (alone(few, plain) + start) * (1 + 1e-12)
+    assert alone(few, on) <= alone(many, on) * (1 + 1e-12)

@@ -11,6 +11,7 @@ import pytest
 import tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, HostEffects, Link, Tier
@@ -19,13 +20,11 @@ from co2sim.schedule.schedule import (
     NODE,
     PEERS,
     WORLD,
-    After,
     Collective,
     Compute,
     DType,
     Kind,
     Layout,
-    Op,
     Schedule,
 )
 from co2sim.schedule.token_routing import TokenRouting
@@ -65,15 +64,6 @@ HOSTS: dict[str, dict[str, Any]] = {
     },
 }
 """What only the reference simulates."""
-
-BY_SITE = [
-    "co2.published(tau=2,worker=site)",
-    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
-    "co2(tau=3,delay=2,worker=site,inner=zero1)",
-    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
-    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
-    "local_sgd(tau=2,worker=site)",
-]
 
 kinds = st.sampled_from(list(KINDS))
 all_kinds = st.sampled_from([*KINDS, *HOSTS])
@@ -128,21 +118,11 @@ works = st.one_of(
 )
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Bodies of up to ten ops of random sizes on up to four streams, with random waits."""
-    size = draw(st.integers(1, 10))
-    body = []
-    for index in range(size):
-        targets = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 2)), max_size=3))
-        after = tuple(After(f"op{target}", ago + (target >= index)) for target, ago in targets)
-        stream = draw(st.sampled_from(["compute", "gather", "reduce", "outer"]))
-        body.append(Op(f"op{index}", draw(works), stream, after))
-    return Schedule("random", tuple(body))
+schedules = random_schedules(works, ["compute", "gather", "reduce", "outer"], most=10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(schedules(), shapes)
+@given(schedules, shapes)
 def test_random_schedules_end_when_simpy_says(
     kind: str, schedule: Schedule, shape: tuple[int, int]
 ) -> None:
@@ -150,7 +130,7 @@ def test_random_schedules_end_when_simpy_says(
     check_engine(lowered(schedule, cluster(kind, *shape)))
 
 
-@given(schedules(), shapes, kinds, noises, st.booleans())
+@given(schedules, shapes, kinds, noises, st.booleans())
 def test_uneven_ranks_end_when_simpy_says(
     schedule: Schedule,
     shape: tuple[int, int],
@@ -247,7 +227,7 @@ def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict
 
 
 @given(
-    st.sampled_from([*BY_SITE, *tiny.VARIANTS]),
+    st.sampled_from([*tiny.BY_SITE, *tiny.VARIANTS]),
     st.sampled_from([(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]),
     all_kinds,
 )

@@ -75,38 +75,6 @@ def test_more_nodes_or_more_spread_are_never_faster(
     assert simulation.expected_slowest(high, 1) == simulation.expected_slowest(0.0, many) == 1
 
 
-@pytest.mark.parametrize("tau", [1, 4, 48])
-def test_sums_of_steps_spread_less(tau: int) -> None:
-    """The slowest of 16 sums of tau steps, drawn 3,000 times: within four standard errors."""
-    steps = np.random.default_rng(3).lognormal(-0.02, 0.2, (3000, 16, tau)).mean(2).max(1)
-    error = steps.std() / math.sqrt(len(steps))
-    found = simulation.expected_slowest(simulation.sigma_of_mean(0.2, tau), 16)
-    assert found == pytest.approx(steps.mean(), abs=4 * error + 0.002)
-    assert simulation.sigma_of_mean(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
-
-
-def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
-    """How much longer rounds are where who is `slack` rounds ahead of the slowest waits for it."""
-    draws = np.random.default_rng(count)
-    ends, begun = np.zeros(count), 0.0
-    for turn in range(2 * rounds):
-        begun = float(ends.max()) if turn == rounds else begun
-        ends = np.maximum(
-            ends + draws.lognormal(-sigma * sigma / 2, sigma, count), ends.max() + 1 - slack
-        )
-    return (float(ends.max()) - begun) / rounds - 1
-
-
-@pytest.mark.parametrize(
-    ("count", "slack"), [(4, 0.1), (16, 0.3), (64, 0.0), (64, 0.1), (512, 0.3)]
-)
-def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
-    """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
-    left = simulation.residual_sigma(SIGMA, count, slack, ahead=1.0)
-    found = simulation.expected_slowest(left, count) - 1
-    assert found == pytest.approx(late_rounds(count, SIGMA, slack, 6000), rel=0.25)
-
-
 @given(st.integers(1, 10**6), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3))
 def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) -> None:
     """More slack leaves less spread; none and no delay leave it all, endless slack nothing."""
@@ -130,23 +98,13 @@ STRATEGIES = [
 ]
 """With bytes per second between nodes: fast enough to hide averages, and not."""
 
-cases = pytest.mark.parametrize(
-    ("strategy", "inter"),
-    [
-        *STRATEGIES,
-        *(
-            pytest.param(strategy, inter, marks=pytest.mark.nightly)
-            for strategy in (
-                "zero1",
-                "zero3",
-                "slowmo(tau=12)",
-                "co2.published(tau=1)",
-                "co2.published(tau=48)",
-            )
-            for inter in (1e12, 5e8)
-        ),
-    ],
-)
+OTHERS = ["zero1", "zero3", "slowmo(tau=12)", "co2.published(tau=1)", "co2.published(tau=48)"]
+NIGHTLY = [
+    pytest.param(strategy, inter, marks=pytest.mark.nightly)
+    for strategy in OTHERS
+    for inter in (1e12, 5e8)
+]
+cases = pytest.mark.parametrize(("strategy", "inter"), [*STRATEGIES, *NIGHTLY])
 
 
 @cases

@@ -13,8 +13,6 @@ from co2sim import strategies
 from co2sim.catalog import load_model
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.workload import Workload
-from co2sim.prediction.measure import measured
-from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.costs import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
@@ -65,50 +63,6 @@ def test_exposed_communication_is_part_of_busy_communication(
     exposed = during.round_time - window(free, schedule, 6).round_time
     busy = communication(paid, schedule, during).busy
     assert -1e-15 <= exposed <= busy * (1 + 1e-9) + 1e-15
-
-
-disturbances = st.tuples(
-    st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.7])
-)
-"""Speed of a node, jitter, interference."""
-
-
-@given(variants, shapes, bandwidths, latencies, backends, disturbances)
-def test_exposed_communication_of_a_real_run_is_part_of_busy_communication(
-    strategy: str,
-    shape: tuple[int, int],
-    bandwidth: float,
-    latency: float,
-    backend: str,
-    disturbed: tuple[float, float, float],
-) -> None:
-    """Whatever slows ranks down, also where two executions differ by more than communication."""
-    speed, jitter, interference = disturbed
-    prepared = Question(
-        cluster=replace(
-            tiny.cluster(*shape, **links(bandwidth, latency), backend=backend),
-            interference=interference,
-        ),
-        model=tiny.model(),
-        strategy=strategy,
-        micro_batch=1,
-    ).stage()
-    noise = Noise(node_speed={0: speed}, jitter=jitter)
-    paid, free = (
-        execute(
-            prepared.schedule,
-            prepared.cluster,
-            precision="bf16",
-            rounds=6,
-            noise=noise,
-            free_communication=without,
-        )
-        for without in (False, True)
-    )
-    for baseline in (None, free):
-        found = measured(prepared, paid, 3, steady=False, free=baseline)
-        assert 0 <= found.exposed_comm_s <= found.comm_busy_s * (1 + 1e-9)
-        assert found.overlap_ratio is None or -1e-9 <= found.overlap_ratio <= 1
 
 
 @given(variants, shapes, bandwidths, latencies, backends)

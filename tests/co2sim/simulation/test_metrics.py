@@ -126,33 +126,18 @@ def test_communication_is_busy_as_on_the_busiest_rank() -> None:
     assert metrics.communication(trace, schedule, during).busy == 2
 
 
-def test_waiting_for_slower_ranks_is_not_communication() -> None:
-    """A rank that is ready 2 s before the last one waits 2 s; only then are both busy."""
-    fast = hand((1, 5, 1, 4), (6, 10, 6, 9))
-    slow = hand((3, 5, 3, 4), (8, 10, 8, 9), rank=1)
-    trace = traced(*fast, *slow)
-    during = metrics.window(trace, SCHEDULE, 2)
-    found = metrics.communication(trace, SCHEDULE, during)
-    assert (found.busy, found.waiting) == (1, 2)
-
-
-def test_a_collective_is_under_way_until_its_last_member_has_ended() -> None:
-    """Ranks that share a core take turns: one ends 1 s after its start, the other after 2 s."""
-    first = hand((1, 5, 1, 2), (6, 10, 6, 7))
-    last = hand((1, 5, 1, 3), (6, 10, 6, 8), rank=1)
-    trace = traced(*first, *last)
-    during = metrics.window(trace, SCHEDULE, 2)
-    assert metrics.communication(trace, SCHEDULE, during) == metrics.Communication(2, 0)
-
-
-_TIMES = st.tuples(*[st.integers(0, 6)] * 4)
+_TIMES = st.tuples(*[st.integers(0, 6)] * 3, st.integers(1, 6))
+"""Of work, a pause, work and communication, which takes some."""
 
 
 @given(st.lists(_TIMES, min_size=2, max_size=2), st.lists(_TIMES, min_size=2, max_size=2))
-def test_communication_is_exposed_while_its_rank_computes_nothing(
+def test_communication_is_busy_while_all_are_there_and_exposed_while_its_rank_computes_nothing(
     first: list[tuple[int, ...]], second: list[tuple[int, ...]]
 ) -> None:
-    """Counted instant by instant, from the last rank that comes to the last that ends."""
+    """Counted instant by instant, from the last rank that comes to the last that ends.
+
+    Who comes before the last waits, which is no communication.
+    """
     spans = []
     for rank, rounds in enumerate((first, second)):
         clock, done = 0, 0
@@ -169,18 +154,21 @@ def test_communication_is_exposed_while_its_rank_computes_nothing(
     trace = traced(*spans)
     during = replace(metrics.window(trace, SCHEDULE, 2), start=0.0)
     meetings = [[span for span in spans if span.op == "x" and span.round == t] for t in (0, 1)]
-    exposed = []
+    instants: dict[str, list[float]] = {"busy": [], "waiting": [], "exposed": []}
     for rank in (0, 1):
-        moving = {
-            t
-            for both in meetings
-            for t in range(int(max(s.start for s in both)), int(max(s.end for s in both)))
-        }
+        moving, waits, computes = set[int](), set[int](), set[int]()
+        for both in meetings:
+            come = int(max(span.start for span in both))
+            moving |= set(range(come, int(max(span.end for span in both))))
+            waits |= set(range(int(both[rank].start), come))
         for span in spans:
             if span.rank == rank and span.op != "x":
-                moving -= set(range(int(span.start), int(span.end)))
-        exposed.append(len([t for t in moving if t < during.end]) / 2)
-    assert metrics.exposed(trace, SCHEDULE, during) == max(exposed)
+                computes |= set(range(int(span.start), int(span.end)))
+        for name, times in (("busy", moving), ("waiting", waits), ("exposed", moving - computes)):
+            instants[name].append(sum(time < during.end for time in times) / 2)
+    assert metrics.exposed(trace, SCHEDULE, during) == max(instants["exposed"])
+    seen = metrics.communication(trace, SCHEDULE, during)
+    assert (seen.busy, seen.waiting) == (max(instants["busy"]), max(instants["waiting"]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "local_sgd(tau=3)", "co2.published(tau=3)"])

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from random_schedules import random_schedules
 
 from co2sim.hardware.cluster import Cluster, HostEffects, Link
 from co2sim.schedule.schedule import (
@@ -56,12 +57,6 @@ def transfer(
 def ends(trace: Trace, rank: int = 0) -> dict[str, float]:
     """When the ops of the last round end."""
     return {s.op: s.end for s in trace.spans if s.rank == rank and s.round == trace.rounds - 1}
-
-
-def period(trace: Trace, op: str) -> float:
-    """Time between the last two instances of an op."""
-    spans = tiny.by_op(trace)
-    return spans[trace.rounds - 1, op].end - spans[trace.rounds - 2, op].end
 
 
 # --- the oracle: the longest path through the unrolled graph -----------------------------------
@@ -118,29 +113,17 @@ def uncontended(nodes: int, gpus: int) -> Cluster:
     return tiny.cluster(nodes, gpus, intra=link, inter=link, backend="gloo")
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Random bodies of compute and collectives, with random waits up to two rounds back."""
-    size = draw(st.integers(1, 7))
-    body = []
-    for index in range(size):
-        wait = st.builds(
-            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
-            st.integers(0, size - 1),
-            st.integers(0, 2),
-        )
-        after = draw(st.lists(wait, max_size=3))
-        stream = draw(st.sampled_from(["compute", "comm", "side"]))
-        if draw(st.booleans()):
-            body.append(seconds(f"op{index}", draw(st.integers(0, 9)), *after, stream=stream))
-        else:
-            group = draw(st.sampled_from([WORLD, NODE, PEERS, LEADERS]))
-            body.append(transfer(f"op{index}", 1, *after, stream=stream, group=group))
-    return Schedule("random", tuple(body))
+WORKS = st.one_of(
+    st.builds(lambda length: seconds("op", length).work, st.integers(0, 9)),
+    st.builds(
+        lambda group: transfer("op", 1, group=group).work,
+        st.sampled_from([WORLD, NODE, PEERS, LEADERS]),
+    ),
+)
 
 
 @given(
-    schedules(),
+    random_schedules(WORKS, ["compute", "comm", "side"]),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
     st.integers(1, 4),
     st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 2.0]), max_size=3),
@@ -316,11 +299,6 @@ SLOW = 120e-6
 """Seconds of an fp32 all-reduce of 2000 parameters on 2 x 2 GPUs at 0.1 GB/s: 2 x 3/4 x 8000 B."""
 
 
-def slow_cluster() -> Cluster:
-    """Where an average takes longer than seven steps."""
-    return tiny.cluster(2, 2, inter=Link(1e8))
-
-
 @pytest.mark.parametrize(
     ("strategy", "last", "expected"),
     [
@@ -340,8 +318,9 @@ def test_a_round_takes_what_the_algorithm_says(strategy: str, last: str, expecte
     DDP's only bucket waits for the whole backward; ZeRO-1 halves the optimizer twice and moves as
     much in two halves. CO2 with staleness 2 may start the next average while one is on its way.
     """
-    trace = run(tiny.schedule(strategy), slow_cluster(), rounds=8)
-    assert period(trace, last) == pytest.approx(expected, rel=1e-9)
+    slow = tiny.cluster(2, 2, inter=Link(1e8))  # an average takes longer than seven steps
+    spans = tiny.by_op(run(tiny.schedule(strategy), slow, rounds=8))
+    assert spans[7, last].end - spans[6, last].end == pytest.approx(expected, rel=1e-9)
 
 
 # --- size and progress --------------------------------------------------------------------------
@@ -357,17 +336,3 @@ def test_progress_rises_to_1_and_changes_nothing(strategy: str, noise: Noise) ->
     assert trace == run(schedule, cluster, 40, noise=noise)
     assert said == sorted(said)
     assert 0 <= said[0] < said[-1] == 1
-
-
-# --- noise --------------------------------------------------------------------------------------
-
-
-def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
-    """Jitter and stragglers are drawn from the seed, and from nothing else."""
-    schedule, cluster = tiny.schedule("zeropp"), tiny.cluster()
-
-    def noisy(seed: int) -> Trace:
-        return run(schedule, cluster, 4, noise=Noise(jitter=0.2, straggle=0.3, seed=seed))
-
-    assert noisy(7) == noisy(7)
-    assert noisy(7) != noisy(8)

@@ -1,6 +1,7 @@
 """Traces: the rules that they are held to, and the files that they become."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,6 @@ def correct(strategy: str = "co2.published(tau=1,worker=node)") -> tuple[Schedul
     return schedule, execute(schedule, tiny.cluster(), precision="bf16", rounds=3, noise=noise)
 
 
-def corrupted(trace: Trace, op: str, **changes: Any) -> Trace:
-    """The trace with one span (rank 0, round 1) of an op changed."""
-    spans = [
-        span._replace(**changes) if (span.rank, span.round, span.op) == (0, 1, op) else span
-        for span in trace.spans
-    ]
-    return replace(trace, spans=tuple(spans))
-
-
-def span_of(trace: Trace, op: str) -> Span:
-    """The span of rank 0 in round 1."""
-    return tiny.by_op(trace)[1, op]
-
-
 def test_the_grid_of_a_trace_has_every_span_in_its_place() -> None:
     """By round, op and rank: from arrays or from spans in any order; NaN where one is missing."""
     schedule, trace = correct()
@@ -53,7 +40,7 @@ def test_the_grid_of_a_trace_has_every_span_in_its_place() -> None:
 def test_ops_that_are_missing_doubled_or_unknown_are_found() -> None:
     """Every op runs once in every round on every rank, and nothing else does."""
     schedule, trace = correct()
-    outer = span_of(trace, "outer")
+    outer = tiny.by_op(trace)[1, "outer"]
     without = tuple(s for s in trace.spans if (s.rank, s.round, s.op) != (0, 1, "outer"))
     found = replace(trace, spans=without).violations(schedule)
     assert found == ["rank 0 did not run 'outer' in round 1"]
@@ -64,23 +51,33 @@ def test_ops_that_are_missing_doubled_or_unknown_are_found() -> None:
         assert line.startswith("1 spans")
 
 
-def test_an_op_that_ends_before_it_starts_or_is_on_another_stream_is_found() -> None:
-    """Time runs forward, and a span names the stream that the schedule gives to its op."""
+@pytest.mark.parametrize(
+    ("op", "change", "said"),
+    [
+        ("outer", lambda span: {"end": span.start - 1e-3}, "'outer' of round 1 ends before"),
+        ("outer", lambda _: {"stream": "comm"}, ""),
+        (
+            "average",
+            lambda span: {"start": span.start - 1e-9},
+            "rank 0: 'average' of round 1 starts before 'outer' has finished",
+        ),
+        (
+            "publish",
+            lambda span: {"end": span.end + 1e-9},
+            "rank 0: 'forward.embedding' of round 2 starts before 'publish' has finished",
+        ),
+    ],
+    ids=["time", "stream", "wait", "wait for a round ago"],
+)
+def test_a_span_that_breaks_a_rule_is_found(
+    op: str, change: Callable[[Span], dict[str, Any]], said: str
+) -> None:
+    """Time runs forward, an op is on its stream, and waits hold, also for rounds ago."""
     schedule, trace = correct()
-    early = corrupted(trace, "outer", end=span_of(trace, "outer").start - 1e-3)
-    assert any("'outer' of round 1 ends before" in one for one in early.violations(schedule))
-    assert corrupted(trace, "outer", stream="comm").violations(schedule)
-
-
-def test_an_op_that_did_not_wait_is_found() -> None:
-    """Waits hold inside a round, and for rounds ago."""
-    schedule, trace = correct()
-    start = span_of(trace, "average").start - 1e-9
-    found = corrupted(trace, "average", start=start).violations(schedule)
-    assert "rank 0: 'average' of round 1 starts before 'outer' has finished" in found
-    late = span_of(trace, "publish").end + 1e-9
-    found = corrupted(trace, "publish", end=late).violations(schedule)
-    assert "rank 0: 'forward.embedding' of round 2 starts before 'publish' has finished" in found
+    span = tiny.by_op(trace)[1, op]
+    spans = [other._replace(**change(span)) if other == span else other for other in trace.spans]
+    found = replace(trace, spans=tuple(spans)).violations(schedule)
+    assert any(said in line for line in found)
 
 
 @pytest.mark.parametrize(

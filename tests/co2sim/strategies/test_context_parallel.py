@@ -1,17 +1,18 @@
 """Context parallelism: ranks that divide sequences, and what they exchange for attention."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
+from small_gpt import small
 
-from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
-from co2sim.models.blocks import Model
+from co2sim.models.architecture import Experts, LatentAttention, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
-from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
+from co2sim.schedule.schedule import Collective, Kind, Layout
 from co2sim.strategies import parse
 
 TOKENS = 64
@@ -23,16 +24,12 @@ LAYOUT = Layout(2, 8)
 JOB = {"cluster": "dgx-h100", "model": "llama3-8b", "strategy": "fsdp", "gpus": 16}
 
 
-def model(**changes: object) -> Model:
-    """A small language model whose body is changed."""
-    body = replace(BODY, **changes)  # type: ignore[arg-type]
-    return language_model("small", body, vocab=96, tokens=TOKENS, tied=False)
+model = partial(small, BODY, TOKENS)
 
 
-def exchanged(schedule: Schedule) -> list[Collective]:
+def exchanged(strategy: str, job: Workload) -> list[Collective]:
     """What ranks of a sequence exchange."""
-    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
-    return [one for one in works if one.buffer == "context"]
+    return tiny.collectives(schedule_of(parse(strategy), job, LAYOUT), buffer="context")
 
 
 @given(
@@ -64,7 +61,7 @@ def test_all_ranks_of_a_sequence_together_compute_what_one_does(
 def test_keys_and_values_of_all_tokens_come_in_every_pass(context: str) -> None:
     """16 keys and values a token and layer; backward again, and their gradients go back."""
     job = Workload(model(), micro_batch=3, cp=4, context=context)  # type: ignore[arg-type]
-    found = exchanged(schedule_of(parse("zero1"), job, LAYOUT))
+    found = exchanged("zero1", job)
     assert {str(one.group) for one in found} == {"context(4)"}
     assert {one.elements for one in found} == {3 * TOKENS * 2 * 16}
     kinds = [one.kind for one in found]
@@ -75,7 +72,7 @@ def test_keys_and_values_of_all_tokens_come_in_every_pass(context: str) -> None:
 def test_all_to_alls_give_heads_for_tokens_and_back() -> None:
     """Queries, keys and values of a rank's tokens, then the output: in both passes."""
     job = Workload(model(), cp=4, context="all_to_all")
-    found = exchanged(schedule_of(parse("ddp"), job, LAYOUT))
+    found = exchanged("ddp", job)
     assert {one.kind for one in found} == {Kind.ALL_TO_ALL}
     own, output = TOKENS // 4 * (32 + 2 * 16), TOKENS // 4 * 32
     assert [one.elements for one in found] == [own, output] * 3 * 2
@@ -84,7 +81,7 @@ def test_all_to_alls_give_heads_for_tokens_and_back() -> None:
 def test_a_repeated_pass_exchanges_again_and_kept_attention_does_not() -> None:
     """Full recomputation gathers keys a third time; repeated products do not need them."""
     plain, full, products = (
-        len(exchanged(schedule_of(parse("ddp"), Workload(model(), cp=2, **options), LAYOUT)))  # type: ignore[arg-type]
+        len(exchanged("ddp", Workload(model(), cp=2, **options)))  # type: ignore[arg-type]
         for options in (
             {},
             {"recompute": "full"},
@@ -96,10 +93,11 @@ def test_a_repeated_pass_exchanges_again_and_kept_attention_does_not() -> None:
 
 def test_gradients_are_reduced_over_all_ranks_and_parameters_sharded_over_them() -> None:
     """Ranks of a sequence are data-parallel ones for all but the batch."""
-    with_, without = (schedule_of(parse("fsdp"), Workload(model(), cp=cp), LAYOUT) for cp in (2, 1))
-    found = [op.work for op in with_.body if isinstance(op.work, Collective)]
-    others = [op.work for op in without.body if isinstance(op.work, Collective)]
-    assert [one for one in found if one.buffer != "context"] == others
+    divided, whole = (
+        tiny.collectives(schedule_of(parse("fsdp"), Workload(model(), cp=cp), LAYOUT))
+        for cp in (2, 1)
+    )
+    assert [work for work in divided if work.buffer != "context"] == whole
 
 
 def test_a_group_of_a_sequence_trains_on_one_batch() -> None:

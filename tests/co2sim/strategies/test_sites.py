@@ -18,25 +18,10 @@ from co2sim.simulation.trace import Trace
 
 LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
 
-VARIANTS = [
-    "co2.published(tau=2,worker=site)",
-    "co2.published(tau=2,staleness=2,worker=site,inner=ddp)",
-    "co2(tau=3,delay=2,worker=site,inner=zero1)",
-    "co2(tau=3,delay=1,fragments=3,worker=site,inner=fsdp)",
-    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
-    "diloco(tau=4,worker=site)",
-    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
-    "diloco(tau=2,dtype=int4,worker=site,inner=zero3)",
-    "local_sgd(tau=2,worker=site)",
-    "slowmo(tau=2,worker=site,inner=zero3)",
-    "overlap_local_sgd(tau=2,worker=site,inner=ddp)",
-]
-"""Strategies with a worker per site."""
-
 SHAPES = [(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]
 """Nodes, GPUs per node, sites: sites of one node and of several, two sites and more."""
 
-shapes, variants = st.sampled_from(SHAPES), st.sampled_from(VARIANTS)
+shapes, variants = st.sampled_from(SHAPES), st.sampled_from(tiny.BY_SITE)
 
 
 def cluster(shape: tuple[int, int, int], **changes: Any) -> Cluster:

@@ -20,10 +20,6 @@ from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
 from co2sim.prediction.intervals import (
-    DistanceErrors,
-    ErrorModel,
-    Situation,
-    distance,
     setting_of,
 )
 from co2sim.prediction.question import Question
@@ -189,20 +185,14 @@ def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
     )
     assert "calibrated by 1 run" in result.stack
     (measured,) = load_stack(str(own)).value.measured
-    here = _setting(replace(case, stack=str(own)))
+    cluster, model = replace(case, stack=str(own)).load()
+    here = setting_of(cluster.value, model.value, result)
     assert replace(measured, misfit=0.0, kernels="") == here
     assert measured.misfit < 0.02
 
 
-def _setting(case: Question) -> Any:
-    cluster, model = case.load()
-    return setting_of(cluster.value, model.value, driver.run(case))
-
-
 def _width(case: Question) -> float:
     result = driver.run(case)
-    assert result.tokens_per_s_low is not None
-    assert result.tokens_per_s_high is not None
     return result.tokens_per_s_high / result.tokens_per_s_low
 
 
@@ -237,35 +227,6 @@ def test_another_gpu_and_local_steps_are_not_known_from_it(
     """Their interval is that of published runs."""
     result = driver.run(replace(JOB, gpus=16, stack=str(own), **changes))
     assert "published training runs" in result.interval_source
-
-
-@given(st.floats(0, 20), st.floats(0, 20))
-def test_no_distance_makes_an_interval_wider_than_errors_of_others(
-    one: float, other: float
-) -> None:
-    """And a farther run never narrows it."""
-    model = ErrorModel(
-        {"any": 0.1}, 1.6, (), DistanceErrors(any=0.03, apart=0.02, factor=2, runs=9)
-    )
-
-    class Alone(Situation):
-        parts = {"any": 1.0}  # noqa: RUF012
-
-    near, far = (
-        model.reach(Alone(exposed=0, nodes=1, divided=1, host=0, apart=apart))
-        for apart in sorted((one, other))
-    )
-    assert near <= far <= 1.6 * 0.1 + 1e-12
-
-
-@given(st.integers(1, 10), st.integers(1, 10))
-def test_a_distance_is_that_back(more: int, tokens: int) -> None:
-    """Nothing from itself, and twice as many GPUs are half as far as twice the parameters."""
-    here = _setting(replace(JOB, gpus=8))
-    there = replace(here, gpus=8 * more, tokens=here.tokens * tokens)
-    expected = pytest.approx(0.5 * math.log2(more) + 0.5 * math.log2(tokens))
-    assert distance(here, there) == expected
-    assert distance(there, here) == expected
 
 
 # --- rows and traces ----------------------------------------------------------------------------
@@ -320,36 +281,45 @@ def test_a_bad_row_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert said in str(error.value)
 
 
+def gpu_event(
+    name: str, ts: float, dur: float, *, cat: str = "kernel", **args: object
+) -> dict[str, object]:
+    """An event as the profiler writes it for the kernel, or the launch, of a process."""
+    own = {"pid": args.pop("pid", 0), "tid": args.get("stream", 0)}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **own}
+
+
+def profile_of(
+    folder: Path, events: Sequence[dict[str, object]], name: str = "events.json"
+) -> Profile:
+    """What is read of a trace of these events, as PyTorch writes it; packed where its name says."""
+    text = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "x"}, *events]})
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return read_profile(path)
+
+
 EVENTS = [
-    ("cpu_op", "aten::mm", 0, 5),
-    ("user_annotation", "ProfilerStep#7", 0, 1000),
-    ("gpu_user_annotation", "ProfilerStep#7", 100, 5000),
-    ("user_annotation", "ProfilerStep#8", 1000, 1200),
-    ("kernel", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 600),
-    ("kernel", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", 620, 200),
-    ("kernel", "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 830, 100),
-    ("kernel", "void at::native::vectorized_elementwise_kernel<4, at::native::mul>", 940, 60),
-    ("kernel", "triton_poi_fused_add_0", 1000, 40),
-    ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1040, 100),
-    ("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 900),
+    gpu_event("aten::mm", 0, 5, cat="cpu_op"),
+    gpu_event("ProfilerStep#7", 0, 1000, cat="user_annotation"),
+    gpu_event("ProfilerStep#7", 100, 5000, cat="gpu_user_annotation"),
+    gpu_event("ProfilerStep#8", 1000, 1200, cat="user_annotation"),
+    gpu_event("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 600),
+    gpu_event("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", 620, 200),
+    gpu_event("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", 830, 100),
+    gpu_event("void at::native::vectorized_elementwise_kernel<4, at::native::mul>", 940, 60),
+    gpu_event("triton_poi_fused_add_0", 1000, 40),
+    gpu_event("Memcpy DtoD (Device -> Device)", 1040, 100, cat="gpu_memcpy"),
+    gpu_event(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 900, stream=1
+    ),
 ]
-
-
-def trace(path: Path, events: Sequence[tuple[str, str, float, float]] = EVENTS) -> Path:
-    """A file as PyTorch's profiler writes it, as far as it is read; packed where its name says."""
-    made = [
-        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur} for cat, name, ts, dur in events
-    ]
-    text = json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "x"}, *made]})
-    packed = gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
-    path.write_bytes(packed)
-    return path
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_gives_the_kernels_of_a_step(tmp_path: Path, name: str) -> None:
     """By class, each divided by the steps that are marked; a step is the median of these."""
-    found = read_profile(trace(tmp_path / name))
+    found = profile_of(tmp_path, EVENTS, name)
     assert found == Profile(
         step=pytest.approx(1.1e-3),
         products=pytest.approx(0.4e-3),
@@ -365,21 +335,6 @@ def test_kernels_are_told_by_their_names() -> None:
     named = [line.partition(": ")[::2] for line in lines if not line.startswith("#")]
     assert len(named) > 90
     assert [(part_of_step(name) or "none", name) for _, name in named] == named
-
-
-def gpu_event(
-    name: str, ts: float, dur: float, *, cat: str = "kernel", **args: object
-) -> dict[str, object]:
-    """An event as the profiler writes it for the kernel, or the launch, of a process."""
-    own = {"pid": args.pop("pid", 0), "tid": args.get("stream", 0)}
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args, **own}
-
-
-def profile_of(folder: Path, events: Sequence[dict[str, object]]) -> Profile:
-    """What is read of a trace of these events."""
-    path = folder / "events.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    return read_profile(path)
 
 
 STEP = gpu_event("ProfilerStep#3", 1000, 1000, cat="user_annotation")
@@ -473,18 +428,3 @@ def test_the_command_writes_a_stack_that_run_takes(tmp_path: Path, own: Path, cl
         printed["runs"][0]["after_tokens_per_s_per_gpu"], rel=1e-3
     )
     assert abs(result["tokens_per_s_per_gpu"] / 38000 - 1) < 0.03
-
-
-@pytest.mark.parametrize("out", ["runs.csv", "mine.txt", "none/mine.toml", "cluster.toml", "."])
-def test_nothing_else_is_written_over(tmp_path: Path, cli: Command, out: str) -> None:
-    """Not the runs, nor a cluster; a folder must be there."""
-    text = "gpus,tokens_per_s_per_gpu\n8,38000\n"
-    (tmp_path / "runs.csv").write_text(text)
-    (tmp_path / "cluster.toml").write_text("name = 'mine'\n")
-    where = ("-c", "dgx-h100", "-m", "llama3.2-1b", "-s", "fsdp", "--micro-batch", "2")
-    place = ("--runs", str(tmp_path / "runs.csv"), "--out", str(tmp_path / out))
-    ended = cli("calibrate", *where, *place)
-    assert ended.code == 2
-    assert "--out is" in ended.err
-    assert (tmp_path / "runs.csv").read_text() == text
-    assert len(list(tmp_path.iterdir())) == 2

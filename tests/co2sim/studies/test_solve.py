@@ -24,9 +24,6 @@ from co2sim.studies.sensitivity import MORE, levers
 from co2sim.studies.solve import Solved, solve, spans
 from co2sim.studies.targets import METRICS, Axis, Target, View, axis_of, target_of
 
-ONE_SAMPLE = ("--micro-batch", "1", "--accumulation", "1")
-HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", *ONE_SAMPLE)
-
 
 def roomy(nodes: int, per_node: int, **changes: Any) -> Cluster:
     """The tiny cluster with GPUs that have room for the driver and NCCL."""
@@ -169,8 +166,6 @@ def test_pessimists_need_more_than_optimists() -> None:
     goal = f"tokens_per_s={driver.run(case).tokens_per_s!r}"
     solved = found_for(case, "inter.bandwidth", goal, "1 Gbit/s", "10 Tbit/s")
     (answer,) = solved.answers
-    assert answer.sure is not None
-    assert answer.hoped is not None
     assert answer.hoped[0].low < answer.met[0].low
     assert not answer.sure or answer.met[0].low < answer.sure[0].low
 
@@ -185,7 +180,6 @@ def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     solved = found_for(case, "micro_batch", "mfu=10%", "1", "64")
     assert solved.answers[0].met[-1].high == fits
     assert solved.large > 0
-    assert solved.best is not None
     assert solved.best[0] <= fits
 
 
@@ -196,8 +190,6 @@ def test_what_binds_is_what_moves_the_figure() -> None:
         cluster="dgx-h100", model="gpt2-small", strategy="zero1", gpus=64, overrides=alone
     )
     solved = found_for(case, "inter.bandwidth", "utilization=99.9%", "1 Gbit/s", "100 Tbit/s")
-    assert solved.binds is not None
-    assert solved.best is not None
     name, better = solved.binds
     assert better > solved.best[1]
     assert name in {"intra.bandwidth", "intra.latency", "inter.latency"}
@@ -260,22 +252,6 @@ def test_the_command_of_a_case_repeats_it(case: Question, cli: Command) -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_json_holds_all_that_is_printed(cli: Command) -> None:
-    """Answers in SI units, the curve, the levers, and the command."""
-    options = ("--for", "step=50 ms", "--from", "1 Gbit/s", "--to", "1 Tbit/s", "--json")
-    ended = cli("solve", "inter.bandwidth", *HERE, "-s", "ddp", *options)
-    (found,) = json.loads(ended.out)
-    assert found["unit"] == "B/s"
-    assert found["target"] == "step"
-    assert found["answers"][0]["value"] == 0.05
-    assert len(found["points"]) >= 13
-    assert {lever["change"] for lever in found["levers"]} >= {"inter.bandwidth", "gpu.peak"}
-    low = found["answers"][0]["met"][0]["low"]
-    again = cli(*shlex.split(found["command"])[1:], "--set", f"inter.bandwidth={low} B/s", "--json")
-    assert json.loads(again.out)["step_time_s"] == pytest.approx(0.05, rel=1e-3)
-
-
 # --- failures -----------------------------------------------------------------------------------
 
 
@@ -295,5 +271,4 @@ def test_a_goodput_is_solved_for_and_inverted() -> None:
     there = solved.axis.at(case, span.low)
     cluster, model = there.load()
     found = goodput_of(driver.run(there), cluster.value, model.value)
-    assert found is not None
     assert found.useful == pytest.approx(0.9, rel=1e-3)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,8 +22,12 @@ import co2sim
 from co2sim import CO2, DDP, Co2simError, Layout, OptionError, PublishedCO2, Question, Schedule
 from co2sim.common import convert
 from co2sim.models.workload import Workload
+from co2sim.prediction import driver
 from co2sim.studies import grid, run_all
 from co2sim.studies.pools import processes
+from co2sim.studies.run_all import efficiencies
+from co2sim.studies.solve import solve
+from co2sim.studies.targets import axis_of, target_of
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -155,8 +159,6 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
     assert whole["gpus"].tolist() == [2, 4, 8]
     with pytest.raises(OptionError, match="given twice"):
         co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=auto)"], gpus=[8])
-    with pytest.raises(OptionError, match="12 GPUs do not fill"):
-        co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
 
 
 def test_a_case_that_fails_is_a_row_with_its_error() -> None:
@@ -225,12 +227,33 @@ def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
     assert processes(3000, 3000) == 2 * cores
     assert processes(-1, 3000) == cores
     assert processes(5, 1) == processes(1, 5) == 1
-    for wrong in (0, -2):
-        with pytest.raises(OptionError, match=f"jobs is {wrong}"):
-            processes(wrong, 5)
 
 
 @given(st.text("a,()", max_size=20))
 def test_values_are_split_at_commas_outside_parentheses(text: str) -> None:
     """As a regular expression says it, which takes quadratic time."""
     assert convert.outside_parentheses(text.split(",")) == re.split(r",(?![^(]*\))", text)
+
+
+# --- beside one node --------------------------------------------------------------------------
+
+
+CASE = Question(cluster="a100-tcp80", model="gpt2-small", strategy="zero2", gpus=64)
+
+
+def test_one_node_is_the_measure_though_it_is_none_of_the_cases() -> None:
+    """64 GPUs among 32 and 64 that wait are no 100 %: it is what `solve` calls efficiency."""
+    cases = [replace(CASE, gpus=32), CASE]
+    found = efficiencies(cases, [driver.run(case) for case in cases])
+    target, axis = target_of("efficiency=50%"), axis_of(CASE, "gpus", "32", "64")
+    (solved,) = [solve(CASE, axis, target, tokens=None)]
+    known = dict(solved.points)
+    assert found == [pytest.approx(known[32]), pytest.approx(known[64])]
+    assert found[1] is not None
+    assert found[1] < 0.9
+
+
+def test_what_cannot_run_on_one_node_has_no_efficiency() -> None:
+    """A global batch of 12 does not divide by 8 GPUs."""
+    case = replace(CASE, gpus=4, global_batch=12)
+    assert efficiencies([case], [driver.run(case)]) == [None]

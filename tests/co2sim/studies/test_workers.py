@@ -93,7 +93,6 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
         many = cases(60)
         address = json.loads(Path(file).read_text())["address"]
         with opened(Engine("dask", address), len(many)) as pool:
-            assert pool is not None
             assert pool.share >= 1
             found = {}
             inputs = Inputs()
@@ -176,7 +175,6 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
 
     many = cases(8)
     with opened(Engine(jobs=2), len(many)) as pool:
-        assert pool is not None
         found = dict(run_all.run_on_pool(pool, enumerate(many), once, len(many)))
     assert mark.exists()
     assert [found[place] for place in range(8)] == [run(case) for case in many]
