@@ -107,7 +107,7 @@ def flag(name: str, options: Mapping[str, _Declared] = _DECLARED) -> Any:
     kinds = get_args(hint) or (hint,)
     if not reader and (default is True or (default is None and bool in kinds)):
         return typer.Option(help=declared.help)  # with its --no-
-    if get_origin(hint) in {Mapping, dict}:
+    if not reader and get_origin(hint) in {Mapping, dict}:
         metavar = "NODE=SPEED" if name == "node_speed" else "NAME=VALUE"
         return typer.Option(*spelled, metavar=metavar, help=declared.help)
     numeric = convert.whole if int in kinds else convert.number if float in kinds else None
