@@ -109,7 +109,7 @@ class Near:
 def shares(strategy: str) -> Shares:
     """What the replicas of a strategy share, by its name; "other" of what is not built in."""
     kind = STRATEGIES.get(strategy.partition("(")[0].partition(":")[0])
-    return kind.shares if kind else "other"
+    return getattr(kind, "shares", "other")
 
 
 _KINDS: Mapping[str, Callable[[str], Any]] = {

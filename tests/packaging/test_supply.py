@@ -156,7 +156,6 @@ FOLDERS = ("co2sim", "realrun", "analysis", "benchmarks", "examples", "docs")
 LONGEST = 60
 
 COMMAND_LINES = {
-    ("analysis/cli/convergence.py", "bound"),
     ("analysis/cli/convergence.py", "tau"),
     ("analysis/cli/published.py", "validate_command"),
     ("analysis/cli/measured.py", "lab"),

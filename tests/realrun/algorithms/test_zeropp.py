@@ -32,7 +32,7 @@ from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import Gather, Places, Reduce, Sent, ZeroPP, _generator, apply_zeropp
 from realrun.execute.world import World
-from realrun.torch_compat import fsdp_param_groups
+from realrun.torch_compat import REDUCE_SCATTER, fsdp_param_groups
 from realrun.train.tasks.presets import GPTShape
 from realrun.train.tasks.task import loss_of
 from realrun.train.tasks.text import GPT, text
@@ -277,8 +277,8 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(
     fully_shard(model, reshard_after_forward=True, mp_policy=policy)
     block = {} if name in {"off", "hpz"} else {"block": BLOCK}
     applied = apply_zeropp(model, ranks_per_node=per_node, **switched(name), **block)
-    gathers = [(zeropp, f"{name}_single") for name in ("all_gather", "reduce_scatter")]
-    with listening(*gathers, (dist, "all_to_all_single")) as heard:
+    calls = [(zeropp, "all_gather_single"), (dist, REDUCE_SCATTER), (dist, "all_to_all_single")]
+    with listening(*calls) as heard:
         model(factors(world.rank, WIRE)).backward()
     messages, expected = stated(name, Layout(RANKS // per_node, per_node), world.rank)
     assert messages == [
