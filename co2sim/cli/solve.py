@@ -15,7 +15,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import progress_bar
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.prediction import driver
-from co2sim.prediction.question import Question
+from co2sim.prediction.question import AUTO, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
 from co2sim.prediction.totals import tokens_of
@@ -143,7 +143,7 @@ def _check(case: Question, path: str) -> None:
     if path in case.overrides:
         raise OptionError(f"--set {path} is given, and solved for, too; leave it out")
     value = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
-    if value is not None:
+    if value not in {None, AUTO}:
         flag = f"--{path.replace('_', '-')}"
         raise OptionError(f"{flag} is given, and solved for, too; leave it out")
 

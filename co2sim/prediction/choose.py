@@ -250,8 +250,11 @@ def _with_short_rounds(strategy: Strategy) -> Strategy:
     """Local updates with the shortest rounds that they can have; others as they are."""
     if not (is_built_in(strategy) and isinstance(strategy, LocalSteps)):
         return strategy
-    options = ("tau", "delay", "fragments")
-    return with_options(strategy, {name: "1" for name in options if getattr(strategy, name, None)})
+    least = {name: "1" for name in ("delay", "fragments") if getattr(strategy, name, None)}
+    try:
+        return with_options(strategy, {**least, "tau": "1"})
+    except OptionError:  # a delay that has to end before the round does
+        return with_options(strategy, {**least, "tau": "2"})
 
 
 def _by_memory(question: Question, job: Job, groups: int) -> list[_Batch]:

@@ -66,7 +66,8 @@ class Verdict:
     def _outcome(self) -> str:
         assert self.sooner is not None
         if self.sooner >= 0:
-            return f"{self.sooner:.0%} sooner".replace("%", " %") + self._doubt()
+            sooner = f"{1 - 1 / (1 + self.sooner):.0%} sooner".replace("%", " %")
+            return sooner + self._doubt()
         later = f"{1 / (1 + self.sooner) - 1:.0%} longer".replace("%", " %")
         return f"not worth it, {later}" if self.certain else f"{later}{self._doubt()}"
 

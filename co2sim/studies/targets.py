@@ -17,6 +17,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import joined
 from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse as parse_strategy
+from co2sim.strategies import strategy_options
 from co2sim.studies.grid import with_change
 
 End: TypeAlias = Literal["predicted", "low", "high"]
@@ -425,9 +426,10 @@ def _option(case: Question, path: str) -> Axis:
     if isinstance(strategy, str):
         strategy = parse_strategy(strategy)
     hints = get_type_hints(type(strategy))
+    options = [option for option, _, _ in strategy_options(type(strategy))]
     name = path.removeprefix("strategy.")
-    if name not in hints:
-        near = nearest(name, [key for key in hints if key not in {"name", "wires"}])
+    if name not in options:
+        near = nearest(name, options)
         raise OptionError(f"{strategy.name} has no option {name!r}; {near}")
     kinds = {hints[name], *get_args(hints[name])}
     if int in kinds:

@@ -95,9 +95,9 @@ class TrainSettings:
     )
     outer: Annotated[Mapping[str, str], Reader(algorithm_registry.pairs, "OPTIONS")] = option(
         {},
-        "Options of the outer step, which do not affect the schedule. co2: momentum, lr, gap"
-        " (constant or gap_aware), penalty, clip; slowmo, diloco: momentum, lr; overlap_local_sgd:"
-        " pull, momentum. As in momentum=0.5,gap=gap_aware.",
+        "Options of the outer step, which do not affect the schedule. co2: momentum, lr, clip,"
+        " residual_decay; co2.published: momentum, lr, gap (constant or gap_aware), penalty, clip;"
+        " slowmo: momentum, lr; diloco: these and keep; overlap_local_sgd: pull, momentum.",
         "train",
     )
     seed: int = option(0, "Seed of weights and of samples.", "train")

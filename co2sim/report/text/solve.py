@@ -87,10 +87,13 @@ def told(answer: Answer, axis: Axis) -> str:
     edges = [crossing(spans) for spans in (answer.hoped, answer.met, answer.sure)]
     if edges[1] is None:
         return text
-    ends = [axis.shown(e) for e in sorted(e for e in (edges[0], edges[2]) if e is not None)]
-    if len(ends) < 2:  # noqa: PLR2004 - both ends
-        return f"{text} (90 % interval: from {' '.join(ends)}; at its bad end none is enough)"
-    return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
+    good, bad = edges[0], edges[2]
+    if good is None or bad is None:
+        best = "any is enough" if good is None else axis.shown(good)
+        worst = "none is enough" if bad is None else axis.shown(bad)
+        return f"{text} (90 % interval: {best} at its good end, {worst} at its bad end)"
+    low, high = sorted((good, bad))
+    return f"{text} (90 % interval: {axis.shown(low)} to {axis.shown(high)})"
 
 
 def crossing(spans: Sequence[ValueRange]) -> float | None:

@@ -92,6 +92,13 @@ def test_none_that_fits_is_faster(job: dict[str, Any], memory: float) -> None:
         assert chosen.memory_bytes_per_gpu["total"] == pytest.approx(least)
 
 
+@pytest.mark.parametrize("strategy", ["diloco(tau=100, delay=2)", "co2(tau=100, delay=100)"])
+def test_a_batch_is_chosen_beside_any_delay(strategy: str) -> None:
+    """The shortest round of a strategy may have to be longer than its delay."""
+    job = {"cluster": "dgx-h100", "model": "gpt2-small", "gpus": 16, "global_batch": 64}
+    assert simulate(**job, strategy=strategy, **OPEN).micro_batch >= 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
