@@ -56,7 +56,7 @@ from co2sim.models.architecture import (
     language_model,
     vision_transformer,
 )
-from co2sim.models.stack import Setting, Stack
+from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.workload import Block, Model
 
 
@@ -278,12 +278,16 @@ ClusterSpec = _spec(Cluster, _Cluster)
 SettingSpec = _spec(Setting, _Built)
 """`measured` of a stack: a run that it was calibrated by."""
 
+RunsSpec = _spec(Runs, _Built)
+"""`runs` of a stack: a strategy that it can run."""
+
 
 StackSpec = _spec(
     Stack,
     _Built,
     kernels=(dict[str, KernelsSpec], {}),  # type: ignore[valid-type]
     measured=(list[SettingSpec], []),  # type: ignore[valid-type]
+    runs=(list[RunsSpec], []),  # type: ignore[valid-type]
 )
 """`stacks/*.toml`."""
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from co2sim.common.resources import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
-from co2sim.models.framework import Factor, Framework
+from co2sim.models.framework import Factor, Framework, recomputation
+from co2sim.schedule.mesh import Mesh
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 """An implementation of flash attention; files of GPUs say how fast each is."""
@@ -46,6 +47,29 @@ class Setting:
         check(self, "measured")
 
 
+Division = Literal["tp", "sequence_parallel", "cp", "ep", "pp", "interleave"]
+"""A field of a mesh that may be larger than 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Strategies that a stack can run, and how GPUs may divide the model with them.
+
+    `strategies` are written as users write them, with the options that they have to have, and "|"
+    between values of which they may have any: "fsdp:version=2,reduce=fp32|bf16".
+    """
+
+    strategies: tuple[str, ...]
+    divides: tuple[Division, ...] = ()
+
+
+def _allows(text: str, strategy: str, options: Mapping[str, str]) -> bool:
+    """Whether a text of `Runs` stands for a strategy with these options."""
+    name, _, needs = text.partition(":")
+    pairs = (part.partition("=") for part in needs.split(",") if part)
+    return name == strategy and all(options.get(key) in v.split("|") for key, _, v in pairs)
+
+
 CONTEXT_TOKENS = 4096
 """Of a sequence that a GPU keeps at least.
 
@@ -65,6 +89,9 @@ class Stack(Framework):
     that all passes attain, where no more was published. `plan` leaves each of the ranks that divide
     sequences `context_tokens` of one at least, unless it is asked for other numbers.
 
+    `runs` are the strategies that it can run, with what `precisions`, `recomputes` ("full/K" stands
+    for every K) and `offloads`; what is empty is not known, and counts as all.
+
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
     `interference` and `node_spread`. None: that of the cluster. `measured` are the runs that it was
@@ -76,6 +103,10 @@ class Stack(Framework):
     elementwise: Factor
     call_overhead: Overhead
     context_tokens: Count = CONTEXT_TOKENS
+    runs: tuple[Runs, ...] = ()
+    precisions: tuple[str, ...] = ()
+    recomputes: tuple[str, ...] = ()
+    offloads: tuple[str, ...] | None = None
     efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
     sustained: Sustained | None = None
@@ -88,6 +119,30 @@ class Stack(Framework):
     def __post_init__(self) -> None:
         """Refuse what no stack can be."""
         check(self, self.name)
+
+    def lacks(self, strategy: str, options: Mapping[str, str], mesh: Mesh) -> str:
+        """What it lacks of a strategy with these options on a mesh, in words; empty: nothing."""
+        if not self.runs:
+            return ""
+        texts = [text for run in self.runs for text in run.strategies]
+        of_name = [text for text in texts if text.partition(":")[0] == strategy]
+        if not of_name:
+            names = dict.fromkeys(text.partition(":")[0] for text in texts)
+            return f"no {strategy}; it has {', '.join(names)}"
+        fitting = [
+            run for run in self.runs if any(_allows(t, strategy, options) for t in run.strategies)
+        ]
+        if not fitting:
+            return f"{strategy} only as {' or '.join(of_name)}"
+        used = [name for name in get_args(Division) if getattr(mesh, name) not in {1, False}]
+        missing = [name for name in used if not any(name in run.divides for run in fitting)]
+        return f"no {' and no '.join(missing)} with {strategy}" if missing else ""
+
+    def recomputes_by(self, recompute: str) -> bool:
+        """Whether it can compute activations again so."""
+        again = recomputation(recompute)
+        ways = again.operators or (again.kind if again.every == 1 else "full/K",)
+        return not self.recomputes or all(way in self.recomputes for way in ways)
 
     def within(self, cluster: Cluster, fixed: Collection[str] = ()) -> Cluster:
         """The cluster as it is when the stack runs on it; the paths in `fixed` stay."""

@@ -20,13 +20,13 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.blocks import Block
 from co2sim.models.framework import Recompute, check_applies
 from co2sim.models.memory import activations, overhead
-from co2sim.models.stack import Setting
+from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Model, Workload
 from co2sim.schedule.exchanges import apply_tensor_parallelism
 from co2sim.schedule.mesh import Mesh, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import RunOptions
-from co2sim.strategies import LocalSteps, Strategy, is_built_in
+from co2sim.strategies import LocalSteps, Strategy, is_built_in, options_of
 from co2sim.strategies.local import OUTER, workers_of
 from co2sim.strategies.step import title
 
@@ -38,8 +38,8 @@ _QUIETLY = RunOptions()
 class Job:
     """What is simulated: a model on all GPUs of a cluster, and how.
 
-    `stack` is the name of that whose kernels run; empty where the file of the GPU says itself how
-    fast it is. `measured` are the runs that it was calibrated by, and `call_overhead` is what its
+    `stack` is that whose kernels run; `UNNAMED` where the file of the GPU says itself how fast it
+    is. `measured` are the runs that it was calibrated by, and `call_overhead` is what its
     host needs for an operation. `assumed` are the inputs that no source supports. Without
     `averages` rounds of local updates are simulated as if nothing were averaged, or waited for.
     """
@@ -48,7 +48,7 @@ class Job:
     workload: Workload
     strategy: Strategy
     options: RunOptions = _QUIETLY
-    stack: str = ""
+    stack: Stack = UNNAMED
     measured: tuple[Setting, ...] = ()
     call_overhead: Seconds = 0.0
     assumed: tuple[Fact, ...] = ()
@@ -123,12 +123,33 @@ class Job:
             for stage in self._of_one_sample
         )
 
+    def lacks(self) -> tuple[str, ...]:
+        """What the stack lacks of it, in words; nothing where that is not known."""
+        work, stack = self.workload, self.stack
+        precision = work.narrow or str(work.precision)
+        missing = {
+            stack.lacks(self.strategy.name, options_of(self.strategy), work): is_built_in(
+                self.strategy
+            ),
+            f"no {precision}": bool(stack.precisions) and precision not in stack.precisions,
+            f"no recomputation {work.recompute}": not stack.recomputes_by(work.recompute),
+            f"no offload={work.offload}": work.offload not in {"none", *(stack.offloads or ())}
+            and stack.offloads is not None,
+        }
+        return tuple(text for text, holds in missing.items() if text and holds)
+
     def applying(self, recomputes: Sequence[Recompute]) -> tuple[Recompute, ...]:
-        """Those that the model, and the stack, have something for. Raises OptionError for none."""
+        """Those that the model, and the stack, have something for. Raises OptionError for none.
+
+        One alone is taken whether the stack has it or not.
+        """
         work, reason = self.workload, ""
         applying: list[Recompute] = []
         gathered = work.keep_gathered and work.sequence_parallel
         for recompute in recomputes:
+            if len(recomputes) > 1 and not self.stack.recomputes_by(recompute):
+                reason = reason or f"{self.stack.name} has no recomputation {recompute}"
+                continue
             try:
                 check_applies(recompute, work.bare or work.model, work.pp, gathered=gathered)
             except OptionError as error:

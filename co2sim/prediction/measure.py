@@ -167,7 +167,7 @@ def result_of(line: "Line") -> Result:
         **{name: getattr(work, name) for name in names},
         cluster=cluster.name,
         model=job.model.name,
-        stack=job.stack,
+        stack=job.stack.name,
         unit=job.model.unit,
         strategy=title(job.strategy),
         gpus=gpus,

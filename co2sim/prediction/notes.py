@@ -249,7 +249,8 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
         WHOLE_EXPERTS: experts and not work.experts_apart,
         CONTEXT: work.cp > 1,
     }
-    return tuple(text for text, holds in holding.items() if holds)
+    lacks = [f"what-if: {job.stack.name} has {text}" for text in job.lacks()]
+    return (*lacks, *(text for text, holds in holding.items() if holds))
 
 
 def alike(notes: Iterable[Sequence[str]]) -> list[str]:

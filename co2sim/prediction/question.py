@@ -345,7 +345,7 @@ class Question(Mesh):
             workload=self._workload(model.value, stage_cluster(sized, self)),
             strategy=strategy,
             options=RunOptions(self.noise, self.rounds, self.fold),
-            stack=self._used_stack(sized.gpu).name,
+            stack=self._used_stack(sized.gpu),
             measured=stack.measured,
             call_overhead=stack.call_overhead,
             assumed=(

@@ -15,7 +15,7 @@ from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.fsdp import FSDP
-from co2sim.strategies.local import LocalSteps
+from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
 from co2sim.strategies.zero import DDP, Zero1, Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
@@ -27,6 +27,7 @@ __all__ = [
     "checked",
     "is_built_in",
     "option_range",
+    "options_of",
     "parse",
     "says",
     "strategy_options",
@@ -127,6 +128,14 @@ def _family(name: str) -> str:
 def _names(kind: type[Any]) -> list[str]:
     """The options of a strategy."""
     return [option.name for option in fields(kind)]
+
+
+def options_of(strategy: Strategy) -> dict[str, str]:
+    """The options of a strategy as texts, with the strategy that runs inside of a worker."""
+    texts = {name: str(getattr(strategy, name)).lower() for name in _names(type(strategy))}
+    if isinstance(strategy, LocalSteps) and strategy.worker != "gpu":
+        texts["inner"] = Replica.of(strategy).inner.name  # type: ignore[union-attr]
+    return texts
 
 
 def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:

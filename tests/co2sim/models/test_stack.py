@@ -95,9 +95,9 @@ def test_a_cluster_that_names_a_stack_runs_it_unless_another_is_asked_for() -> N
     case = Question(cluster="a100-tcp80-calibrated", model="gpt2-small", strategy="ddp", gpus=8)
     stack = load_stack("transnormer-2023").value
     own, asked = case.stage(), replace(case, stack="torchtitan").stage()
-    assert own.job.stack == stack.name
+    assert own.job.stack.name == stack.name
     assert own.cluster.gpu.known_efficiency == one_efficiency(stack.efficiency)
-    assert asked.job.stack == load_stack("torchtitan").value.name
+    assert asked.job.stack.name == load_stack("torchtitan").value.name
     assert asked.cluster.gpu.kernels is not None
 
 

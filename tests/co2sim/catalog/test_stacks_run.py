@@ -1,0 +1,110 @@
+"""What a stack can run: said by its file, taken by what is chosen, named where it is lacking."""
+
+import re
+from itertools import product
+
+import pytest
+
+from co2sim import Question
+from co2sim.catalog import load_stack, names
+from co2sim.models.framework import OPERATORS
+from co2sim.models.stack import Stack
+from co2sim.models.workload import NARROW
+from co2sim.prediction.choose import choose
+from co2sim.prediction.driver import run
+from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.schedule import DType
+from co2sim.strategies import options_of, parse
+
+TITAN = load_stack("torchtitan").value
+
+
+def lacks(stack: Stack, strategy: str, mesh: Mesh | None = None) -> str:
+    """In words, of a strategy as users write it."""
+    made = parse(strategy)
+    return stack.lacks(made.name, options_of(made), mesh or Mesh())
+
+
+@pytest.mark.parametrize("name", names("stacks"))
+def test_a_stack_names_strategies_and_values_that_there_are(name: str) -> None:
+    """Each text, with any of the values that it allows, is a strategy that the stack then has."""
+    stack = load_stack(name).value
+    assert stack.runs
+    for text in (text for each in stack.runs for text in each.strategies):
+        strategy, _, options = text.partition(":")
+        pairs = [part.partition("=")[::2] for part in options.split(",") if part]
+        for values in product(*(values.split("|") for _, values in pairs)):
+            chosen = ",".join(f"{key}={v}" for (key, _), v in zip(pairs, values, strict=True))
+            assert not lacks(stack, f"{strategy}:{chosen}")
+    assert set(stack.precisions) <= {*map(str, DType), *NARROW}
+    assert set(stack.recomputes) <= {"none", "selective", "full", "full/K", *OPERATORS}
+
+
+@pytest.mark.parametrize("name", names("stacks"))
+def test_a_stack_says_where_that_is_from(name: str) -> None:
+    """Each list has a source, or says that it is assumed."""
+    facts = load_stack(name).facts
+    of = re.compile(r"(runs\..*|precisions|recomputes|offloads)$")
+    said = [fact for fact in facts if of.match(fact.path)]
+    assert said
+    assert all(fact.source for fact in said)
+
+
+def test_torchtitan_has_fsdp_and_no_zero() -> None:
+    """DDP alone, FSDP2 in fp32 on every mesh, and local updates around FSDP2 without stages."""
+    line = Mesh(pp=2)
+    for strategy, mesh in (
+        ("fsdp", Mesh(tp=8, sequence_parallel=True, pp=4)),
+        ("fsdp:shard=node", Mesh()),
+        ("co2:worker=node,inner=fsdp", Mesh(tp=2)),
+    ):
+        assert not lacks(TITAN, strategy, mesh)
+    for strategy, mesh in (
+        ("ddp", Mesh(tp=2)),
+        ("zero1", Mesh()),
+        ("fsdp:reduce=bf16", Mesh()),
+        ("co2:worker=node", Mesh()),
+        ("co2:worker=node,inner=fsdp", line),
+    ):
+        assert lacks(TITAN, strategy, mesh)
+
+
+def test_a_choice_is_one_that_the_stack_can_run() -> None:
+    """The fastest recomputation of another stack, of operators, is none of torchtitan's."""
+    by_stack = {}
+    for stack in ("torchtitan", "megatron-core"):
+        question = Question(
+            cluster="dgx-h100",
+            model="llama3-8b",
+            strategy="fsdp",
+            gpus=64,
+            stack=stack,
+            micro_batch="auto",
+            recompute="auto",
+            global_batch=512,
+        )
+        by_stack[stack] = choose(question)[0].recompute
+        assert load_stack(stack).value.recomputes_by(by_stack[stack])
+    assert not TITAN.recomputes_by("norms+activation")
+
+
+def test_what_is_asked_and_lacking_is_answered_and_said() -> None:
+    """One note a thing: the strategy, the precision, the recomputation."""
+    question = Question(
+        cluster="dgx-h100",
+        model="llama3.2-1b",
+        strategy="zero1",
+        gpus=8,
+        precision="fp16",
+        recompute="norms+activation",
+        overrides={"stack.keep_gathered": "false"},
+    )
+    lacking = question.job().lacks()
+    assert [any(what in text for text in lacking) for what in ("zero1", "fp16", "norms")] == [
+        True
+    ] * 3
+    result = run(question)
+    assert all(any(text in note for note in result.notes) for text in lacking)
+    assert (
+        not Question(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", gpus=8).job().lacks()
+    )
