@@ -63,11 +63,10 @@ class Runs:
     divides: tuple[Division, ...] = ()
 
 
-def _allows(text: str, strategy: str, options: Mapping[str, str]) -> bool:
-    """Whether a text of `Runs` stands for a strategy with these options."""
-    name, _, needs = text.partition(":")
-    pairs = (part.partition("=") for part in needs.split(",") if part)
-    return name == strategy and all(options.get(key) in v.split("|") for key, _, v in pairs)
+def _needs(text: str) -> dict[str, list[str]]:
+    """The values that options may have, of a text of `Runs`."""
+    pairs = (part.partition("=") for part in text.partition(":")[2].split(",") if part)
+    return {option: values.split("|") for option, _, values in pairs}
 
 
 CONTEXT_TOKENS = 4096
@@ -121,7 +120,7 @@ class Stack(Framework):
         check(self, self.name)
 
     def lacks(self, strategy: str, options: Mapping[str, str], mesh: Mesh) -> str:
-        """What it lacks of a strategy with these options on a mesh, in words; empty: nothing."""
+        """What it lacks of a strategy with these options on a mesh; empty: nothing."""
         if not self.runs:
             return ""
         texts = [text for run in self.runs for text in run.strategies]
@@ -129,14 +128,22 @@ class Stack(Framework):
         if not of_name:
             names = dict.fromkeys(text.partition(":")[0] for text in texts)
             return f"no {strategy}; it has {', '.join(names)}"
-        fitting = [
-            run for run in self.runs if any(_allows(t, strategy, options) for t in run.strategies)
-        ]
+        allowed = {
+            text
+            for text in of_name
+            if all(options.get(name) in values for name, values in _needs(text).items())
+        }
+        fitting = [run for run in self.runs if allowed.intersection(run.strategies)]
         if not fitting:
             return f"{strategy} only as {' or '.join(of_name)}"
         used = [name for name in get_args(Division) if getattr(mesh, name) not in {1, False}]
         missing = [name for name in used if not any(name in run.divides for run in fitting)]
         return f"no {' and no '.join(missing)} with {strategy}" if missing else ""
+
+    def needs(self, strategy: str) -> list[dict[str, list[str]]]:
+        """What options of a strategy may be, in each of the ways that the stack has it."""
+        texts = (text for run in self.runs for text in run.strategies)
+        return [_needs(text) for text in texts if text.partition(":")[0] == strategy]
 
     def recomputes_by(self, recompute: str) -> bool:
         """Whether it can compute activations again so."""

@@ -124,7 +124,7 @@ class Job:
         )
 
     def lacks(self) -> tuple[str, ...]:
-        """What the stack lacks of it, in words; nothing where that is not known."""
+        """What the stack lacks of it, a text each; nothing where that is not known."""
         work, stack = self.workload, self.stack
         precision = work.narrow or str(work.precision)
         missing = {

@@ -204,6 +204,8 @@ CONTEXT = (
 )
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
+WHAT_IF = "what-if: "
+"""How the notes begin that say what the stack has not."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
     *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
@@ -249,7 +251,7 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
         WHOLE_EXPERTS: experts and not work.experts_apart,
         CONTEXT: work.cp > 1,
     }
-    lacks = [f"what-if: {job.stack.name} has {text}" for text in job.lacks()]
+    lacks = [f"{WHAT_IF}{job.stack.name} has {text}" for text in job.lacks()]
     return (*lacks, *(text for text, holds in holding.items() if holds))
 
 
@@ -260,7 +262,7 @@ def alike(notes: Iterable[Sequence[str]]) -> list[str]:
 
 def is_alike(note: str) -> bool:
     """Whether many results may have it: it says nothing of one alone."""
-    return note in _ALIKE or note.startswith(BATCH_OF)
+    return note in _ALIKE or note.startswith((BATCH_OF, WHAT_IF))
 
 
 def own(notes: Sequence[str]) -> list[str]:

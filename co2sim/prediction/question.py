@@ -306,7 +306,7 @@ class Question(Mesh):
     def _bare_cluster(self) -> Entry[Cluster]:
         return _entry(self.cluster, load_cluster, self.cluster_overrides)
 
-    def _used_stack(self, gpu: GPU) -> Stack:
+    def used_stack(self, gpu: GPU) -> Stack:
         """The stack, if the kernels of the loaded GPU are its; else what is taken of any."""
         stack = self.load_stack().value
         return stack if gpu.stack == stack.name else UNNAMED
@@ -345,7 +345,7 @@ class Question(Mesh):
             workload=self._workload(model.value, stage_cluster(sized, self)),
             strategy=strategy,
             options=RunOptions(self.noise, self.rounds, self.fold),
-            stack=self._used_stack(sized.gpu),
+            stack=self.used_stack(sized.gpu),
             measured=stack.measured,
             call_overhead=stack.call_overhead,
             assumed=(
@@ -377,7 +377,7 @@ class Question(Mesh):
         if self.recompute == AUTO:
             raise _open("recompute", self.recompute)
         precision, narrow = self._types(cluster.gpu)
-        stack = self._used_stack(cluster.gpu)
+        stack = self.used_stack(cluster.gpu)
         gathered = stack.keep_gathered and self.sequence_parallel
         check_applies(self.recompute, model, self.pp, gathered=gathered)
         self.check()

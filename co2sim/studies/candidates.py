@@ -1,7 +1,7 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -13,7 +13,7 @@ from co2sim.common.units import parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
-from co2sim.models.stack import Stack
+from co2sim.models.stack import UNNAMED, Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
@@ -24,7 +24,8 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
 from co2sim.prediction.totals import DAY, Totals, tokens_of
 from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.noise import QUIET
-from co2sim.strategies import LocalSteps, Strategy, says
+from co2sim.strategies import LocalSteps, Strategy, options_of, says, with_options
+from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
@@ -404,7 +405,8 @@ class _Setups:
         )
         entries = self._job.load()
         self._cluster, self._model = entries[0].value, entries[1].value
-        self._stack = self._job.load_stack().value
+        self._stack, used = self._job.load_stack().value, self._job.used_stack(self._cluster.gpu)
+        self._chosen = used if space.strategies == STRATEGIES else UNNAMED
         self._axes = space.axes.within(space.job)
 
     def of_size(self, gpus: int, impossible: dict[str, str]) -> Iterator[Setup]:
@@ -412,9 +414,12 @@ class _Setups:
 
         That is where all ways to divide the model are.
         """
-        strategies = self._space.strategies
-        if strategies == STRATEGIES and self._cluster.resized(gpus).sites > 1:
-            strategies = (*strategies, *OVER_SITES)
+        strategies: Iterable[str | Strategy] = self._space.strategies
+        if strategies == STRATEGIES:
+            more = OVER_SITES if self._cluster.resized(gpus).sites > 1 else ()
+            ours = (as_it_runs(strategy, self._chosen) for strategy in (*STRATEGIES, *more))
+            by_title = {grid.strategy_title(strategy): strategy for strategy in ours if strategy}
+            strategies = by_title.values()
         for strategy in strategies:
             case, left, some = replace(self._job, strategy=strategy, gpus=gpus), "", False
             name = f"{grid.strategy_title(strategy)} on {gpus:,} GPUs"
@@ -445,12 +450,29 @@ class _Setups:
             )
         if isinstance(case.parsed, LocalSteps) and scale_of_case(case).workers == 1:
             raise OptionError("local updates need two workers")  # one averages with none
+        strategy = case.parsed
+        if lacking := self._chosen.lacks(strategy.name, options_of(strategy), mesh):
+            raise OptionError(f"{self._chosen.name} has {lacking}")
         job = case.job()
         job.workload.share  # noqa: B018 - what cannot be divided so is no candidate
         recomputes = job.applying(self._space.recomputes)
         return Setup(
             case, job, self._named, batch, samples, tuple(micros), recomputes, self._shared
         )
+
+
+def as_it_runs(strategy: str, stack: Stack) -> str | None:
+    """A strategy with what a stack asks of options that the text leaves open; None: it has none."""
+    made = parse_strategy(strategy)
+    if not stack.lacks(made.name, options_of(made), Mesh()):
+        return strategy
+    usual = parse_strategy(made.name)
+    for needs in stack.needs(made.name):
+        open_ = (name for name in needs if getattr(made, name) == getattr(usual, name))
+        tried = with_options(made, {name: needs[name][0] for name in open_})
+        if not stack.lacks(tried.name, options_of(tried), Mesh()):
+            return title(tried)
+    return None
 
 
 Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
