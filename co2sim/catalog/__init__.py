@@ -1,5 +1,6 @@
 """Clusters, GPUs and models by name or file, with overrides and the source of every number."""
 
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from co2sim.catalog.facts import (
     put_rates,
     read,
     read_defaults,
+    read_table,
 )
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
@@ -252,9 +254,30 @@ def _of_model(reference: str) -> Tree:
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
         from co2sim.catalog import huggingface  # noqa: PLC0415 - of few models
 
-        tree = huggingface.convert(tree, reference)
+        tree = _at_usual_length(huggingface.convert(tree, reference), reference)
     tree.setdefault("name", reference)
     return tree
+
+
+def _at_usual_length(tree: Tree, reference: str) -> Tree:
+    """A model of Hugging Face, on sequences as models of its size are trained on.
+
+    Its file says the longest that it allows, which few tokens of a training have.
+    """
+    from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
+
+    if "seq_len" not in tree:
+        return tree
+    longest = tree["seq_len"]["value"]
+    named = {"name": reference, **tree}
+    size = math.log(_built(ModelSpec, {"model": plain(named)}, reference).parameters)
+    rows = read_table("batches")["sequence"]
+    like = min(rows, key=lambda row: abs(math.log(row["parameters"]) - size))
+    if like["tokens"] >= longest:
+        return tree
+    why = f"as {like['name']} was trained ({like['source']}); the model allows {longest:,}"
+    length = {"value": like["tokens"], "source": f"{why}; set model.seq_len to yours"}
+    return tree | {"seq_len": length | {"assumed": True}}
 
 
 def load_model(
@@ -337,6 +360,19 @@ def _where(location: Place) -> str:
 
 
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
-    if error.errors(include_url=False)[0]["type"].startswith("union_tag"):
-        return f"kind must be one of {', '.join(sorted(_KINDS))}"
+    from co2sim.catalog.specs import ClusterSpec, TransformerSpec  # noqa: PLC0415
+
+    problem = error.errors(include_url=False)[0]
+    if problem["type"].startswith("union_tag"):
+        return (
+            f"kind must be one of {', '.join(sorted(_KINDS))}; a model is such a TOML file, or a"
+            " config.json of Hugging Face (the file of a trainer is neither)"
+        )
+    name = _where(problem["loc"])
+    if problem["type"] == "extra_forbidden" and spec is ClusterSpec:
+        table, _, inner = name.partition("_")
+        if name in TransformerSpec.model_fields:
+            return f"unknown name {shown(name)}; it is one of the model: model.{name}"
+        if inner and inner in names_at(spec, (table, inner)):
+            return f"unknown name {shown(name)}; did you mean {table}.{inner}?"
     return first_problem(error, partial(names_at, spec), _where)

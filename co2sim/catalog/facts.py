@@ -57,14 +57,37 @@ def _meant(kind: Kind) -> Mapping[str, str]:
 
 
 def key_of(kind: Kind, name: str) -> str:
-    """The catalog key that a name means: itself, or that whose alias it is; else the name."""
-    return name if name in names(kind) else _meant(kind).get(_folded(name), name)
+    """The catalog key that a name means: itself, or that whose alias it is; else the name.
+
+    A model may have the name of its repository on the Hugging Face Hub, with its owner.
+    """
+    if name in names(kind):
+        return name
+    short = name.rpartition("/")[2] if kind == "models" else name
+    return _meant(kind).get(_folded(short), name)
 
 
 def is_file(reference: str) -> bool:
-    """Whether a reference is a path, not a catalog key."""
-    folder = reference in {".", ".."}
-    return folder or Path(reference).suffix in {".toml", ".json"} or "/" in reference
+    """Whether a reference is a path, not a catalog key, nor a model of the Hub that is one."""
+    if reference in {".", ".."} or _has_ending(reference):
+        return True
+    return "/" in reference and not _on_hub(reference)
+
+
+def _has_ending(reference: str) -> bool:
+    """Whether a reference ends as files of the catalog and of Hugging Face do."""
+    return Path(reference).suffix in {".toml", ".json"}
+
+
+def _on_hub(reference: str) -> bool:
+    """Whether OWNER/NAME means a model of the catalog, and no file is called so."""
+    path = Path(reference)
+    return (
+        reference.count("/") == 1
+        and not path.is_absolute()
+        and key_of("models", reference) in names("models")
+        and not path.exists()
+    )
 
 
 @lru_cache(maxsize=16)
@@ -84,6 +107,12 @@ def read(kind: Kind, reference: str) -> Tree:
     if kind == "models" and is_regular(path / "config.json"):
         path = path / "config.json"
     if is_file(reference) or path != Path(reference):
+        of_a_kind = _has_ending(reference) or reference.startswith("/") or path.exists()
+        if kind == "models" and not of_a_kind:
+            raise CatalogError(
+                f"{reference} is no file, and no model of the catalog (`co2sim list models`); of"
+                " one on the Hugging Face Hub download config.json, and give the path of that"
+            )
         text = _text(path, reference)
     else:
         key, keys = key_of(kind, reference), names(kind)

@@ -181,8 +181,8 @@ def placement(group: Group, cluster: Cluster) -> Placement:
         and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)
     ):
         raise OptionError(
-            f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
-            f" sites of {cluster.nodes_per_site} nodes"
+            f"{block} consecutive GPUs that exchange something ({group}) fill no equal parts of"
+            f" nodes of {layout.gpus_per_node} GPUs, nor of sites of {cluster.nodes_per_site} nodes"
         )
     count = len(members)
     return Placement(count, per_node, per_site, count // per_node, count // per_site)

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
+from datetime import UTC, date, datetime
 from functools import cached_property
 from itertools import product
 from typing import Annotated, Any, Literal, TypeAlias
@@ -479,7 +480,15 @@ Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
 
 
 def _days(name: str, text: str) -> float:
-    return seconds(name, text) / DAY
+    """Days of a time, or from today to a date."""
+    try:
+        last = date.fromisoformat(text.strip())
+    except ValueError:
+        return seconds(name, text) / DAY
+    days = (last - datetime.now(UTC).date()).days
+    if days < 1:
+        raise OptionError(f"{name} is {text}, and must be after today")
+    return float(days)
 
 
 def _watts(name: str, text: str) -> float:
@@ -508,7 +517,7 @@ class Objective:
         "plan",
     )
     deadline: Annotated[float | None, Reader(_days, "<str>")] = option(
-        None, 'The longest that training may take: "30 days".', "plan"
+        None, 'The longest that training may take: "30 days", or a date: 2027-03-01.', "plan"
     )
     budget: Annotated[float | None, Reader(money)] = option(
         None, "The most that it may cost, in the currency of the clusters' prices.", "plan"

@@ -159,6 +159,12 @@ def test_clusters_are_found_by_the_names_that_people_type(typed: str, key: str) 
     assert found.gpu == load_cluster("dgx-h100").value.gpu
 
 
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Llama-3.1-8B", "llama3-8b"])
+def test_models_are_found_by_the_names_of_the_hub(name: str) -> None:
+    """With their owner, or without."""
+    assert load_model(name).value == load_model("llama3-8b").value
+
+
 @pytest.mark.parametrize("kind", ALIASES)
 def test_an_alias_means_one_entry_and_shadows_no_key(kind: Kind) -> None:
     """All stand in small letters, for the reader of the table."""

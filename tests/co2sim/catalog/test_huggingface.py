@@ -31,6 +31,15 @@ def written(folder: Path, config: object) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(("longest", "trained"), [(131_072, 8192), (8192, 8192), (2048, 2048)])
+def test_a_model_is_trained_on_sequences_that_models_of_its_size_are_trained_on(
+    tmp_path: Path, longest: int, trained: int
+) -> None:
+    """Llama 3.1 8B allows 131,072 tokens, and nearly all of its training was on 8,192."""
+    config = {**RELEASED["llama3"]["config"], "max_position_embeddings": longest}
+    assert load_model(written(tmp_path, config)).value.tokens == trained
+
+
 def test_parameters_are_those_of_the_release(tmp_path: Path) -> None:
     """Exact counts of published checkpoints: biases of queries only, norms without parameters."""
     for name, release in RELEASED.items():

@@ -334,7 +334,7 @@ def test_blocks_that_straddle_unevenly_are_refused(
     Blocks of 3 on nodes of 4 (ranks 3, 4, 5), of 12 on nodes of 8, and of two nodes at sites of
     three (nodes 2 and 3 are at different sites).
     """
-    with pytest.raises(OptionError, match=r"not spread evenly"):
+    with pytest.raises(OptionError, match=r"fill no equal parts"):
         cost_of(collective(Kind.ALL_GATHER, group), shaped(*shape))
 
 

@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from co2sim.catalog import DEFAULT_STACK, load_stack
+from co2sim.common import convert
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.prediction import driver
@@ -363,6 +365,17 @@ def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
     given = replace(space, job=replace(job, global_batch=512), gpus=[96])
     with pytest.raises(OptionError, match="--global-batch 480"):
         given.batch_for(96)
+
+
+@pytest.mark.parametrize("days", [1, 92])
+def test_a_deadline_may_be_a_date(days: int) -> None:
+    """Of so many days from today; one that is over is refused."""
+    today = datetime.now(UTC).date()
+    reader = convert.reader(Objective, "deadline")
+    assert reader
+    assert reader.read("--deadline", f"{today + timedelta(days)}") == days
+    with pytest.raises(OptionError, match="after today"):
+        reader.read("--deadline", f"{today - timedelta(days - 1)}")
 
 
 def test_sites_are_tried_as_workers() -> None:
