@@ -189,7 +189,7 @@ def _facts(planned: Planned) -> dict[str, list[str]]:
     spent_ = plan.spends(answer.choice)
     facts = {
         "Asked with": question([answer.choice.result]),
-        "It takes": [*spent_, *plan.limits(answer, answer.choice)],
+        "It takes": [*spent_, *plan.limits(answer, answer.choice), *plan.gambles(answer)],
         "Best trade of days against money": plan.traded(answer, brief=True),
         "Comes next": plan.others(answer),
         "How sure": sections.surest(first, *_doubts(planned)),

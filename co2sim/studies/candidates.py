@@ -581,12 +581,16 @@ class Candidate:
         ratio = self.score(want) / totals.days
         return totals.days_low * ratio, totals.days_high * ratio
 
-    def within(self, wanted: Objective) -> bool:
-        """Whether it is within all limits; what is not known is not."""
+    def within(self, wanted: Objective, *, surely: bool = False) -> bool:
+        """Whether it is within all limits; what is not known is not.
+
+        `surely`: at the bad end of its intervals, too.
+        """
+        totals = self.totals
         limits = (
-            (wanted.deadline, self.totals.days),
-            (wanted.budget, self.totals.cost),
-            (wanted.power, self.totals.power_w),
+            (wanted.deadline, totals.days_high if surely else totals.days),
+            (wanted.budget, totals.cost_high if surely else totals.cost),
+            (wanted.power, totals.power_w),
         )
         return all(most is None or (value is not None and value <= most) for most, value in limits)
 

@@ -26,7 +26,9 @@ from co2sim.studies.run_all import Failure, Outcome, run_on
 class Recommendation:
     """The answer.
 
-    `choice` is the best option within the limits, `runner_up` the best one on another cluster or
+    `choice` is the best option that is within the limits at the bad end of its intervals, too, and
+    `gamble` a better one that is not; where none is, the choice is the best within them as
+    predicted. `runner_up` the best one on another cluster or
     with another strategy (where there is but one of each: with another number of GPUs), `rival` the
     best on another cluster than the choice's. `best` has the best of each cluster and strategy, of
     those that were searched to the end, as the first ones and those of each cluster are:
@@ -43,6 +45,7 @@ class Recommendation:
 
     wanted: Objective
     choice: Candidate | None
+    gamble: Candidate | None
     runner_up: Candidate | None
     rival: Candidate | None
     undecided: bool
@@ -97,12 +100,20 @@ def plan(
     if search.impossible and not (search.options or search.large or search.failed):
         name, reason = next(iter(search.impossible.items()))
         raise OptionError(f"{name}: {reason}")
+    gamble = None
+    if inside and complete and wanted.limited:
+        gamble = search.best()[0]
+        search.look_for(surely=True)
+        complete = search.run(engine, done)
+        if not search.options:
+            search.look_for(surely=False)
     best = search.best()
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
     return Recommendation(
         wanted=wanted,
         choice=choice,
+        gamble=None if gamble == choice else gamble,
         runner_up=runner_up,
         rival=next((option for option in best if choice and _elsewhere(choice, option)), None),
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
@@ -226,7 +237,7 @@ class Search:
 
     def __init__(self, setups: Sequence[Setup], wanted: Objective, headroom: float) -> None:
         """Nothing is simulated yet."""
-        self._wanted, self._headroom = wanted, headroom
+        self._wanted, self._headroom, self._surely = wanted, headroom, False
         group_of = _grouping([setup.case for setup in setups])
         self._groups = {id(setup): group_of(setup.case) for setup in setups}
         self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
@@ -342,9 +353,15 @@ class Search:
     def lift_limits(self) -> None:
         """Forget the limits; what was left out because of them is looked at again."""
         self._wanted = replace(self._wanted, budget=None, deadline=None, power=None)
-        for group, option in self._outside:
-            self._keep(group, option)
-        self._outside = []
+        self.look_for(surely=False)
+
+    def look_for(self, *, surely: bool) -> None:
+        """Take only what keeps the limits `surely`, or all; what lost to others may win again."""
+        self._surely = surely
+        options, self.options, self._outside = [*self.options, *self._outside], [], []
+        self._front, self._least_of, self._on_cluster = [], {}, {}
+        for group, option in options:
+            self._take(group, option)
         left = [promise for promise in self._promises if promise.place not in self._done]
         self._queue = [(promise.order, promise) for promise in left]
         heapify(self._queue)
@@ -459,8 +476,10 @@ class Search:
             return
         cluster = promise.setup.sized.cluster
         option = Candidate(case=case, cluster=cluster, result=outcome, totals=totals)
-        group = self._groups[id(promise.setup)]
-        if option.within(self._wanted):
+        self._take(self._groups[id(promise.setup)], option)
+
+    def _take(self, group: object, option: Candidate) -> None:
+        if option.within(self._wanted, surely=self._surely):
             self._keep(group, option)
         else:
             self._outside.append((group, option))

@@ -1,7 +1,9 @@
 """What `co2sim plan` says: sentences, commands and plain values."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from statistics import NormalDist
 from typing import Any
 
 from co2sim.common.units import counted, scaled
@@ -27,6 +29,7 @@ def words(
     if answer.interrupted:
         said = [_stopped(answer), f"So far the best: {_told(choice)}."]
     said += list(limits(answer, choice))
+    said += gambles(answer)
     said.append(_room(choice))
     said += traded(answer)
     said += list(_against(answer))
@@ -108,6 +111,7 @@ def _margin(answer: Recommendation, other: Candidate) -> str:
     return f"{much} {_BEHIND[answer.wanted.want][1]}"
 
 
+_AHEAD = {"cheapest": "cheaper", "fastest": "faster", "least-energy": "less energy"}
 _BEHIND = {
     "cheapest": ("is", "dearer"),
     "fastest": ("is", "slower"),
@@ -159,9 +163,9 @@ def traded(answer: Recommendation, *, brief: bool = False) -> list[str]:
 def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
     wanted, total = answer.wanted, choice.totals
-    for name, most, worst, unit in (
-        ("deadline", wanted.deadline, total.days_high, "days"),
-        ("budget", wanted.budget, total.cost_high, total.currency),
+    for name, most, least, worst, unit in (
+        ("deadline", wanted.deadline, total.days_low, total.days_high, "days"),
+        ("budget", wanted.budget, total.cost_low, total.cost_high, total.currency),
     ):
         if most is None:
             continue
@@ -171,20 +175,28 @@ def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
         elif worst <= most:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
-            yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}."
-            yield from _safer(answer, name, most)
+            odds = _odds(least, worst, most)
+            yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}{odds}."
 
 
-def _safer(answer: Recommendation, name: str, most: float) -> Iterator[str]:
-    """The best one of those shown that keeps a limit at the bad end, too."""
+def gambles(answer: Recommendation) -> list[str]:
+    """The better one that may miss a limit, with its odds."""
+    option, want = answer.gamble, answer.wanted.want
+    if option is None or answer.choice is None:
+        return []
+    saved = 1 - option.score(want) / answer.choice.score(want)
+    much = f"{saved:.1%} {_AHEAD[want]}" if saved > 0 else "no better"
+    return [f"A gamble, {much}: {_told(option)}.", *limits(answer, option)]
 
-    def worst(option: Candidate) -> float | None:
-        return option.totals.days_high if name == "deadline" else option.totals.cost_high
 
-    sure = [o for o in (*answer.best, *answer.front) if (w := worst(o)) is not None and w <= most]
-    if sure:
-        best = min(sure, key=lambda option: option.score(answer.wanted.want))
-        yield f"The best of those below that keeps it at the bad end, too: {_told(best)}."
+def _odds(low: float | None, high: float, most: float) -> str:
+    """How often a value is above what it may be: one of a lognormal with this 90 % interval."""
+    if low is None or not low < high:
+        return ""
+    ends = math.log(low), math.log(high)
+    sigma = (ends[1] - ends[0]) / (2 * NormalDist().inv_cdf(0.95))
+    above = 1 - NormalDist(sum(ends) / 2, sigma).cdf(math.log(most))
+    return f", and it is above with odds of {above:.0%}"
 
 
 def _against(answer: Recommendation) -> Iterator[str]:
@@ -287,6 +299,7 @@ def plain(
         "answer": words(answer, turns, held),
         "want": answer.wanted.want,
         "choice": choice and _option(choice, answer.wanted),
+        "gamble": answer.gamble and _option(answer.gamble, answer.wanted),
         "runner_up": answer.runner_up and _option(answer.runner_up, answer.wanted),
         "rival": answer.rival and _option(answer.rival, answer.wanted),
         "best_trade": (best := best_trade(answer)) and _option(best, answer.wanted),
