@@ -175,8 +175,8 @@ def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
         elif worst <= most:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
-            odds = _odds(least, worst, most)
-            yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}{odds}."
+            bad = f"{amount(worst)} {unit}{_odds(least, worst, most)}"
+            yield f"It may miss {shown}: the bad end of its interval is {bad}."
 
 
 def gambles(answer: Recommendation) -> list[str]:

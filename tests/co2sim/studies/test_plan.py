@@ -118,7 +118,7 @@ def test_it_finds_what_simulating_all_candidates_finds(
     deadline: float | None,
     budget: float | None,
 ) -> None:
-    """The choice, the best of another group, and the front; without simulating all."""
+    """The choice, its gamble, the best of another group, and the front; without simulating all."""
     space = space_of(offer("a", prices[0], bandwidths[0]), offer("b", prices[1], bandwidths[1]))
     wanted = Objective(want=want, tokens=1e9, deadline=deadline, budget=budget)
     found, all_ = plan(space, wanted), brute_force(space, wanted)
@@ -126,7 +126,12 @@ def test_it_finds_what_simulating_all_candidates_finds(
         assert found.choice is None
         all_ = brute_force(space, replace(wanted, deadline=None, budget=None))
     else:
+        best = min(option.score(want) for option in all_)
+        sure = [option for option in all_ if option.within(wanted, surely=True)]
+        all_ = sure or all_
         assert found.choice.score(want) == min(option.score(want) for option in all_)
+        gamble = None if found.choice.score(want) == best else best
+        assert (found.gamble and found.gamble.score(want)) == gamble
     groups: dict[object, float] = {}
     for option in all_:
         key = display_name(option.case.cluster), strategy_title(option.case.strategy)
