@@ -92,21 +92,10 @@ def plan(
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
     search = Search(kept, wanted, space.headroom)
-    complete = search.run(engine, done)
-    inside = bool(search.options)
-    if not inside and complete and wanted.limited:
-        search.lift_limits()
-        complete = search.run(engine, done)
+    complete, inside, gamble = _looked(search, wanted, engine, done)
     if search.impossible and not (search.options or search.large or search.failed):
         name, reason = next(iter(search.impossible.items()))
         raise OptionError(f"{name}: {reason}")
-    gamble = None
-    if inside and complete and wanted.limited:
-        gamble = search.best()[0]
-        search.look_for(surely=True)
-        complete = search.run(engine, done)
-        if not search.options:
-            search.look_for(surely=False)
     best = search.best()
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
@@ -128,6 +117,27 @@ def plan(
         unknown=unknown,
         interrupted=not complete,
     )
+
+
+def _looked(
+    search: "Search", wanted: Objective, engine: Engine, done: Done | None
+) -> tuple[bool, bool, Candidate | None]:
+    """Look at all; then at what keeps the limits for sure, or without limits where none keeps them.
+
+    Gives whether it was not stopped, whether anything is within the limits, and the best of that.
+    """
+    complete = search.run(engine, done)
+    inside, gamble = bool(search.options), None
+    if not inside and complete and wanted.limited:
+        search.lift_limits()
+        complete = search.run(engine, done)
+    if inside and complete and wanted.limited:
+        gamble = search.best()[0]
+        search.look_for(surely=True)
+        complete = search.run(engine, done)
+        if not search.options:
+            search.look_for(surely=False)
+    return complete, inside, gamble
 
 
 def _elsewhere(choice: Candidate, other: Candidate) -> bool:
