@@ -196,7 +196,7 @@ def _odds(low: float | None, high: float, most: float) -> str:
     ends = math.log(low), math.log(high)
     sigma = (ends[1] - ends[0]) / (2 * NormalDist().inv_cdf(0.95))
     above = 1 - NormalDist(sum(ends) / 2, sigma).cdf(math.log(most))
-    return f", and it is above with odds of {above:.0%}"
+    return f", and the chance to miss it is {above:.0%}"
 
 
 def _against(answer: Recommendation) -> Iterator[str]:
