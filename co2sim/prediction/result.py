@@ -111,8 +111,11 @@ class Result(Mesh):
 
     @property
     def place(self) -> str:
-        """The cluster's name; of "8 DGX H100 of 8 ..." the first number is that of the job."""
-        return re.sub(r"^\d+(?= [\w. -]+ of \d)", str(self.nodes), self.cluster)
+        """The cluster's name; of "8 DGX H100 of 8 ..." the first number is that of the job.
+
+        A number of sites stays.
+        """
+        return re.sub(r"^\d+(?! sites? )(?= [\w. -]+ of \d)", str(self.nodes), self.cluster)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

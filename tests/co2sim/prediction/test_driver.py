@@ -222,3 +222,18 @@ def test_a_number_that_counts_costs_of_scale_takes_the_note_away(number: str) ->
     cluster = of(17) if straggle else of(17, **{number: 0.02})
     noise = Noise(straggle=0.1 * straggle)
     assert simulate(cluster, tiny.model(), "fsdp", noise=noise).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("8 DGX H100 of 8 H100-80GB, InfiniBand", "2 DGX H100 of 8 H100-80GB, InfiniBand"),
+        ("4 sites of 16 nodes of 8 H100", "4 sites of 16 nodes of 8 H100"),
+    ],
+)
+def test_the_name_of_a_cluster_has_the_nodes_of_the_job_and_its_own_sites(
+    name: str, place: str
+) -> None:
+    """So that no header says of four sites that they are as many as the nodes."""
+    result = simulate("dgx-h100", "gpt2-small", "ddp", gpus=16, micro_batch=1, accumulation=1)
+    assert replace(result, cluster=name).place == place

@@ -125,7 +125,7 @@ function batchWords(rows) {
 
 // A step of local updates is not worth a step of ddp.
 function progress(shown, counted) {
-  const steps = shown.filter((row) => row.factor !== 1).map((row) => `${row.strategy} ${row.factor === null ? "was not measured" : `takes ${three(row.factor)}${range(row.factor_low, row.factor_high, three)} times the steps of ddp`}`);
+  const steps = shown.filter((row) => row.factor !== 1).map((row) => `${row.strategy} ${row.factor === null ? "was not measured" : `takes ${three(row.factor)}${range(row.factor * row.factor_low, row.factor * row.factor_high, three)} times the steps of ddp`}`);
   if (!steps.length) return "";
   const head = counted ? "Counted in the days" : "Speed is not progress";
   const worth = shown.filter((row) => row.factor !== null).sort((one, other) => other.tokens_per_s / other.factor - one.tokens_per_s / one.factor);
