@@ -84,7 +84,7 @@ def _on_hub(reference: str) -> bool:
     path = Path(reference)
     return (
         reference.count("/") == 1
-        and not path.is_absolute()
+        and reference.partition("/")[0] not in {"", ".", "..", "~"}
         and key_of("models", reference) in names("models")
         and not path.exists()
     )

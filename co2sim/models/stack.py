@@ -63,7 +63,7 @@ class Runs:
     divides: tuple[Division, ...] = ()
 
 
-def _needs(text: str) -> dict[str, list[str]]:
+def needs_of(text: str) -> dict[str, list[str]]:
     """The values that options may have, of a text of `Runs`."""
     pairs = (part.partition("=") for part in text.partition(":")[2].split(",") if part)
     return {option: values.split("|") for option, _, values in pairs}
@@ -89,7 +89,7 @@ class Stack(Framework):
     sequences `context_tokens` of one at least, unless it is asked for other numbers.
 
     `runs` are the strategies that it can run, with what `precisions`, `recomputes` ("full/K" stands
-    for every K) and `offloads`; what is empty is not known, and counts as all.
+    for every K) and `offloads`; what is empty, of `offloads` None, is not known, and counts as all.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
@@ -131,7 +131,7 @@ class Stack(Framework):
         allowed = {
             text
             for text in of_name
-            if all(options.get(name) in values for name, values in _needs(text).items())
+            if all(options.get(name) in values for name, values in needs_of(text).items())
         }
         fitting = [run for run in self.runs if allowed.intersection(run.strategies)]
         if not fitting:
@@ -143,7 +143,7 @@ class Stack(Framework):
     def needs(self, strategy: str) -> list[dict[str, list[str]]]:
         """What options of a strategy may be, in each of the ways that the stack has it."""
         texts = (text for run in self.runs for text in run.strategies)
-        return [_needs(text) for text in texts if text.partition(":")[0] == strategy]
+        return [needs_of(text) for text in texts if text.partition(":")[0] == strategy]
 
     def recomputes_by(self, recompute: str) -> bool:
         """Whether it can compute activations again so."""

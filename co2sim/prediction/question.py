@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, cast
 
 from co2sim import strategies
@@ -33,7 +34,7 @@ from co2sim.models.framework import (
     check_applies,
     recomputation,
 )
-from co2sim.models.stack import UNNAMED, Stack
+from co2sim.models.stack import UNNAMED, Runs, Stack, needs_of
 from co2sim.models.workload import (
     MAX_RANK,
     NARROW,
@@ -272,7 +273,7 @@ class Question(Mesh):
     def inlined(self, cache: dict[tuple[object, ...], Contents | None] | None = None) -> "Question":
         """The case with what stands in its files in place of their names.
 
-        `known` are files that were read before, and gets those that are read now. Raises
+        `cache` holds files that were read before, and gets those that are read now. Raises
         CatalogError for what cannot be read.
         """
         cache = {} if cache is None else cache
@@ -296,7 +297,9 @@ class Question(Mesh):
 
     def load_stack(self) -> Entry[Stack]:
         """The software stack, from its name, file or object, or as the cluster has it."""
-        return _entry(self.chosen_stack, load_stack, self._overrides_of("stack."))
+        entry = _entry(self.chosen_stack, load_stack, self._overrides_of("stack."))
+        _check_runs(entry.value.name, entry.value.runs, entry.value.recomputes)
+        return entry
 
     @property
     def chosen_stack(self) -> str | Stack | Contents:
@@ -441,6 +444,28 @@ class Question(Mesh):
                 f" micro_batch={micro_batch} = {per_micro_step}"
             )
         return global_batch // per_micro_step
+
+
+@lru_cache(maxsize=64)
+def _check_runs(stack: str, runs: tuple[Runs, ...], recomputes: tuple[str, ...]) -> None:
+    """Refuse names that there are not, in what a stack says that it can run."""
+    try:
+        for run in runs:
+            for text in run.strategies:
+                _check_options(text)
+        for recompute in recomputes:
+            recomputation("full/2" if recompute == "full/K" else recompute)
+    except OptionError as error:
+        raise OptionError(f"what the stack {stack!r} can run: {error}") from error
+
+
+def _check_options(text: str) -> None:
+    """Refuse a strategy that there is not, and options that it has not."""
+    strategy = strategies.parse(text.partition(":")[0])
+    options = [name for name, _, _ in strategies.strategy_options(type(strategy))]
+    for name in needs_of(text):
+        if name not in options:
+            raise OptionError(f"{text!r} names {name!r}; {nearest(name, options)}")
 
 
 def assumed(

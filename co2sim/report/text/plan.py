@@ -175,7 +175,9 @@ def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
         elif worst <= most:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
-            bad = f"{amount(worst)} {unit}{_odds(least, worst, most)}"
+            bad = f"{amount(worst)} {unit}"
+            if least is not None and least < worst:
+                bad += f", and the chance to miss it is {chance_to_miss(least, worst, most):.0%}"
             yield f"It may miss {shown}: the bad end of its interval is {bad}."
 
 
@@ -189,14 +191,11 @@ def gambles(answer: Recommendation) -> list[str]:
     return [f"A gamble, {much}: {_told(option)}.", *limits(answer, option)]
 
 
-def _odds(low: float | None, high: float, most: float) -> str:
-    """How often a value is above what it may be: one of a lognormal with this 90 % interval."""
-    if low is None or not low < high:
-        return ""
+def chance_to_miss(low: float, high: float, most: float) -> float:
+    """How probable it is to be above: of a lognormal with this 90 % interval."""
     ends = math.log(low), math.log(high)
     sigma = (ends[1] - ends[0]) / (2 * NormalDist().inv_cdf(0.95))
-    above = 1 - NormalDist(sum(ends) / 2, sigma).cdf(math.log(most))
-    return f", and the chance to miss it is {above:.0%}"
+    return 1 - NormalDist(sum(ends) / 2, sigma).cdf(math.log(most))
 
 
 def _against(answer: Recommendation) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from co2sim import Question
 from co2sim.catalog import load_stack, names
+from co2sim.common.errors import Co2simError
 from co2sim.models.framework import OPERATORS
 from co2sim.models.stack import Stack
 from co2sim.models.workload import NARROW
@@ -15,12 +17,13 @@ from co2sim.prediction.driver import run
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import options_of, parse
+from co2sim.studies.candidates import Space, candidates
 
 TITAN = load_stack("torchtitan").value
 
 
 def lacks(stack: Stack, strategy: str, mesh: Mesh | None = None) -> str:
-    """In words, of a strategy as users write it."""
+    """Of a strategy as users write it."""
     made = parse(strategy)
     return stack.lacks(made.name, options_of(made), mesh or Mesh())
 
@@ -108,3 +111,43 @@ def test_what_is_asked_and_lacking_is_answered_and_said() -> None:
     assert (
         not Question(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", gpus=8).job().lacks()
     )
+
+
+@pytest.mark.parametrize("name", names("stacks"))
+def test_a_plan_tries_what_the_stack_can_run(name: str) -> None:
+    """Unless it is asked for others: strategies, what GPUs divide, and recomputations."""
+    stack = load_stack(name).value
+    job = Question(cluster="", model="gpt2-small", strategy="", stack=name, global_batch=64)
+    space = Space(job=job, clusters=("dgx-h100",), gpus=[16])
+    setups = candidates(space).setups
+    assert setups
+    for setup in setups:
+        strategy = setup.case.parsed
+        assert not stack.lacks(strategy.name, options_of(strategy), setup.case)
+        assert all(map(stack.recomputes_by, setup.recomputes))
+    asked = Space(job=job, clusters=("dgx-h100",), gpus=[16], strategies=("zero3",))
+    assert candidates(asked).setups
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('[[runs]]\nstrategies = ["zero4"]', "did you mean"),
+        ('[[runs]]\nstrategies = ["fsdp:verson=1"]', "'version'"),
+        ('recomputes = ["ful"]', "did you mean"),
+        ('[[runs]]\nstrategies = ["ddp"]\ndivides = ["dp"]', "divides"),
+    ],
+)
+def test_what_a_stack_cannot_run_is_refused_in_a_file_of_ones_own(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    """A name that there is not, in one line."""
+    mine = tmp_path / "mine.toml"
+    numbers = 'name = "mine"\nflash = "flash2"\nelementwise = 2\ncall_overhead = "9 us"'
+    mine.write_text(f"{numbers}\n{line}\n")
+    question = Question(
+        cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=8, stack=str(mine)
+    )
+    with pytest.raises(Co2simError, match=words) as caught:
+        question.job()
+    assert "\n" not in str(caught.value)

@@ -25,6 +25,7 @@ from co2sim.prediction.choose import fits
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals, totals_of
+from co2sim.report.text import plan as plan_text
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import (
     OPEN,
@@ -370,6 +371,15 @@ def test_gpus_that_do_not_divide_a_batch_in_words_take_one_near() -> None:
     given = replace(space, job=replace(job, global_batch=512), gpus=[96])
     with pytest.raises(OptionError, match="--global-batch 480"):
         given.batch_for(96)
+
+
+@given(low=st.floats(1, 100), ratio=st.floats(1.01, 10), place=st.sampled_from([0.05, 0.5, 0.95]))
+def test_the_chance_to_miss_a_limit_is_what_the_interval_leaves(
+    low: float, ratio: float, place: float
+) -> None:
+    """At the good end of a 90 % interval 95 %, in its middle half, at its bad end 5 %."""
+    limit = {0.05: low, 0.5: low * math.sqrt(ratio), 0.95: low * ratio}[place]
+    assert plan_text.chance_to_miss(low, low * ratio, limit) == pytest.approx(1 - place)
 
 
 @pytest.mark.parametrize("days", [1, 92])
