@@ -60,6 +60,7 @@ Jobs = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Full = Annotated[bool, typer.Option("--full", help="Print all figures, not only the answer.")]
 
 
 def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:

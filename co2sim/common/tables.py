@@ -44,8 +44,12 @@ def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     left: int = 1,
+    *,
+    after: bool = True,
 ) -> None:
     """Print a plain table; the first `left` columns are texts, the others figures.
+
+    An empty title is no line, and without `after` there is no empty line at the end.
 
     Where the table is wider than the terminal, names of columns and texts are wrapped between
     words, never figures. Where that is not enough it becomes several tables that repeat the texts,
@@ -54,7 +58,8 @@ def print_table(
     """
     names = [_shown(out, column) for column in columns]
     cells = [[_shown(out, cell) for cell in row] for row in rows]
-    out.print(Text(_shown(out, title), style="bold"))
+    if title:
+        out.print(Text(_shown(out, title), style="bold"))
     for gap in _GAPS:
         widths = _widths(names, cells, left, out.width - gap * (len(names) - 1))
         if widths:
@@ -67,7 +72,8 @@ def print_table(
             out.print(part)
         for row in [] if parts else cells:
             _print_stacked(out, names, row)
-    out.print()
+    if after:
+        out.print()
 
 
 def print_lines(out: Console, *lines: str | Text) -> None:

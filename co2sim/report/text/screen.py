@@ -1,0 +1,91 @@
+"""The first screen of a command: the answer, in at most 15 lines of 100 columns.
+
+Every command says the same things in the same order: take this, days and money with the range;
+whether it fits; what is counted and what is not; what would turn the answer; how far off such
+predictions were; and how to see more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from co2sim.common.errors import visible
+from co2sim.common.tables import console, print_lines, print_table
+
+LINES = 15
+WIDTH = 100
+_LABEL = 8
+"""Columns of the names of lines, so that those of all commands are aligned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """What a command answers.
+
+    `answer` are sentences, `columns` and `table` compare cases, `legend` says what is written short
+    there. `rows` are named lines: the most important first, as the last are left to `--full` where
+    there is no room.
+    """
+
+    answer: Sequence[str]
+    columns: Sequence[str] = ()
+    table: Sequence[Sequence[str]] = ()
+    left: int = 1
+    legend: Sequence[str] = ()
+    rows: Sequence[tuple[str, str]] = ()
+
+
+def print_screen(screen: Screen, more: str = "--full, --json") -> None:
+    """Print as much as there is room for; the last line says how to see more."""
+    out = console()
+    _print(out, *_fitting(screen, more))
+
+
+def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
+    """The screen without what has no room, and its last line: rows give way before cases."""
+    cases, rows = len(screen.table), len(screen.rows)
+    while True:
+        part = Screen(
+            answer=screen.answer,
+            columns=screen.columns,
+            table=screen.table[:cases],
+            left=screen.left,
+            legend=screen.legend,
+            rows=screen.rows[:rows],
+        )
+        left = [(len(screen.table) - cases, "more cases"), (len(screen.rows) - rows, "more lines")]
+        hidden = ", ".join(f"{count} {what}" for count, what in left if count)
+        last = f"{hidden} and all figures: {more}" if hidden else f"all figures: {more}"
+        if rows <= 0 and cases <= 1:
+            return part, last
+        sheet = Console(file=StringIO(), width=WIDTH)
+        _print(sheet, part, last)
+        if sheet.file.getvalue().count("\n") <= LINES:  # type: ignore[attr-defined]
+            return part, last
+        if rows > _LEAST_ROWS or cases <= 1:
+            rows -= 1
+        else:
+            cases -= 1
+
+
+_LEAST_ROWS = 6
+"""Named lines that are kept as long as there is more than one case."""
+
+
+def _print(out: Console, screen: Screen, more: str) -> None:
+    width = min(out.width, WIDTH)
+    sheet = Console(file=out.file, width=width, color_system=None) if out.width > width else out
+    print_lines(sheet, *screen.answer)
+    if screen.table:
+        print_table(sheet, "", screen.columns, screen.table, left=screen.left, after=False)
+        print_lines(sheet, *screen.legend)
+    named = Table.grid(padding=(0, 1, 0, 0))
+    named.add_column(min_width=_LABEL)
+    named.add_column(overflow="fold")
+    for name, text in (*screen.rows, ("more", more)):
+        named.add_row(Text(name), Text(visible(text)))
+    sheet.print(named)
