@@ -71,7 +71,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     gpus: Annotated[
         str | None,
         typer.Option(
-            "--gpus", "-g", help="Counts, such as 64,128; default: one node, doubled up to all."
+            "--gpus", "-g", help="Counts, such as 64,128; default: whole nodes, from one up to all."
         ),
     ] = None,
     jobs: options.Jobs = 1,

@@ -13,7 +13,9 @@ and for those that it names. So no step ends before any of these has:
 
 What a strategy adds is taken from its schedule of one micro-step and of two, of one sample each,
 which candidates of all micro-batches and recomputations share. It is 0 for a strategy of a user's
-own, for a cluster that is one machine, and for local updates but for their collectives.
+own, and for a cluster that is one machine. Local steps add what those of one worker alone do, but
+for one in each round, which may differ; of averages counts what they send, and that they are waited
+for where the same round uses them.
 `tests/co2sim/prediction/test_bounds.py` compares with the engine.
 """
 
@@ -23,12 +25,14 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from co2sim.common.errors import OptionError
+from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import recomputation
 from co2sim.models.memory import activations
 from co2sim.models.workload import Workload
-from co2sim.prediction.job import Job, Stage, call_strategy, stage_of
+from co2sim.prediction.job import Job, Stage, call_strategy, stage_of, with_short_rounds
 from co2sim.prediction.measure import between_stages, pass_times, sent_on
 from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.mesh import Pipeline, ends
@@ -36,8 +40,9 @@ from co2sim.schedule.schedule import Collective, Compute, Op
 from co2sim.simulation.costs import cost_of, traffic, work_time
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.run import expected_slowest
-from co2sim.strategies import LocalSteps, is_built_in
-from co2sim.strategies.step import COMPUTE
+from co2sim.strategies import LocalSteps, Strategy, is_built_in
+from co2sim.strategies.local import OUTER, Replica, round_steps
+from co2sim.strategies.step import COMPUTE, title
 
 _PASSES = {"forward", "backward", "recompute"}
 
@@ -88,8 +93,7 @@ class _Added:
     `fixed` is on their stream, `waits` is when that waits for others, `again` the same where passes
     are computed again, `busy` is the longest other stream of collectives, and `sends` are its
     collectives alone, beside which computing is slower. `chain` is from the begin of the last
-    backward pass until the next round computes, if passes took no time. `local` steps are in the
-    round.
+    backward pass until the next round computes, if passes took no time.
     """
 
     fixed: Seconds
@@ -98,7 +102,6 @@ class _Added:
     busy: Seconds
     sends: Seconds
     chain: Seconds = 0.0
-    local: int = 1
 
     def more(self, other: "_Added", times: int) -> "_Added":
         """With what `other`, of one micro-step more, has more, several times."""
@@ -116,11 +119,6 @@ def added(stage: Stage) -> _Added:
     schedule, cluster = stage.schedule, stage.cluster
     if not is_built_in(stage.strategy) or cluster.host is not None:
         return _NOTHING
-    if isinstance(stage.strategy, LocalSteps):
-        sent = traffic(schedule, cluster)
-        far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
-        busy = max(sent.nic / cluster.inter.payload_bandwidth, far)
-        return _Added(0.0, 0.0, 0.0, busy, busy, local=schedule.steps)
     alone = [
         0.0 if isinstance(work, Compute) and work.kernel in _PASSES else _alone(work, stage)
         for work in schedule.works
@@ -138,6 +136,25 @@ def added(stage: Stage) -> _Added:
     )
     waits, again = _waits(schedule.body, seconds)
     return _Added(streams[COMPUTE], waits, again, busy, beside, _chain(schedule.body, seconds))
+
+
+def averages_of(stage: Stage) -> tuple[Seconds, Seconds]:
+    """The least that links of a node or a site are busy in a round, and what is waited for.
+
+    Those averages are waited for that are used in the round that launched them.
+    """
+    cluster, schedule = stage.cluster, stage.schedule
+    sent = traffic(schedule, cluster)
+    far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
+    averages = {op.name: op.work for op in schedule.body if op.stream == OUTER}
+    at_once = any(
+        wait.op in averages and not wait.rounds_ago
+        for op in schedule.body
+        if op.stream == COMPUTE
+        for wait in op.after
+    )
+    waited = sum(_alone(work, stage) for work in averages.values()) if at_once else 0.0
+    return max(sent.nic / cluster.inter.payload_bandwidth, far), waited
 
 
 def _alone(work: Compute | Collective, stage: Stage) -> Seconds:
@@ -211,13 +228,52 @@ def _kernel(op: Op) -> str:
     return op.work.kernel if isinstance(op.work, Compute) else ""
 
 
+_KEPT = 64
+"""Schedules, of some hundred ops each."""
+
+
 class Shared:
     """What steps of many layouts have in common. All have one model and one stack."""
 
-    def __init__(self) -> None:
-        """Nothing is known yet."""
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        """Nothing is known yet; layouts are of nodes of the `cluster`, if there is one."""
+        self._all = cluster
         self._passes: dict[object, Passes] = {}
         self._jobs: dict[object, Workload] = {}
+        self._added: dict[object, _Added] = {}
+        self._stages: LruCache[object, Stage] = LruCache(_KEPT)
+
+    def stage(self, job: Job, number: int = 0, steps: int = 1) -> Stage:
+        """A stage of a job, with the schedule of the whole cluster where its nodes can be shared.
+
+        The ops of fewer nodes are the same, and those of a divided optimizer take no less.
+        """
+        work, nodes = job.workload, job.stage_cluster.nodes
+        size = number, work.pp, work.interleave, steps, nodes if self._all is None else nodes == 1
+        key = title(job.strategy), *size, *_inside(job)
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self._stages.put(key, self._of_most(job, nodes).stage(number, steps))
+        return replace(stage, job=job)
+
+    def _of_most(self, job: Job, nodes: int) -> Job:
+        """The job on all nodes, if they can be divided so."""
+        if self._all is None or nodes == 1:
+            return job
+        most = replace(job, cluster=self._all)
+        try:
+            return most if most.stage_cluster.nodes > 1 else job
+        except OptionError:
+            return job
+
+    def inside_of(self, job: Job, inner: Strategy, steps: int) -> _Added:
+        """What a strategy adds on one node of the cluster of a job: the same on any number."""
+        cluster = job.cluster
+        key = cluster.name, *_inside(job), title(inner), steps
+        if key not in self._added:
+            node = cluster.resized(cluster.gpus_per_node)
+            self._added[key] = added(replace(job, cluster=node, strategy=inner).stage(0, steps))
+        return self._added[key]
 
     def share(self, job: Job) -> Workload:
         """What a GPU does in a micro-step of one sample, in all stages of a pipeline together."""
@@ -271,6 +327,7 @@ class StepBound:
             self._between = between_stages(job, sent_on(self._work))
         self._stages_of: dict[tuple[int, str], _Stages] = {}
         self._adds: dict[int, _Added] = {}
+        self._averages: tuple[Seconds, Seconds] | None = None
 
     def quick(self, micro_batch: int, steps: int, recompute: str) -> Least:
         """Of the passes alone, those of a pipeline one after the other."""
@@ -302,14 +359,12 @@ class StepBound:
         """Of the first stage alone."""
         passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
         computing, beside, blocking = (steps * part for part in stages.first)
-        busy, sends = more.busy / more.local, more.sends / more.local
         share = self._slower
         main = max(passes, self._slowdown * computing + share * beside + blocking)
         main += self._slowdown * more.fixed + waits
-        if more.local == 1:
-            main += share * max(0.0, sends - more.waits - blocking - beside)
+        main += share * max(0.0, more.sends - more.waits - blocking - beside)
         chained = passes - sum(stages.backward[0]) + more.chain
-        return max(main, busy, chained)
+        return max(main, more.busy, chained)
 
     def _stages(self, micro_batch: int, recompute: str) -> "_Stages":
         """The passes of a micro-step on each stage, over each chunk of its layers."""
@@ -374,8 +429,35 @@ class StepBound:
 
     def _added_of(self, steps: int) -> _Added:
         if steps not in self._adds:
-            self._adds[steps] = added(self.job.stage(0, steps))
+            strategy = self.job.strategy
+            local = is_built_in(strategy) and isinstance(strategy, LocalSteps)
+            self._adds[steps] = (
+                self._of_local(steps) if local else added(self._shared.stage(self.job, 0, steps))
+            )
         return self._adds[steps]
+
+    def _of_local(self, steps: int) -> _Added:
+        """Of a local step, with its share of the averages."""
+        job = self.job
+        assert isinstance(job.strategy, LocalSteps)
+        if job.cluster.host is not None:
+            return _NOTHING
+        tau, inside = round_steps(job.strategy), _NOTHING
+        inner = Replica.of(job.strategy).inner
+        if job.strategy.worker == "node" and inner is not None:
+            inside = self._shared.inside_of(job, inner, steps)
+        if self._averages is None:
+            short = replace(job, strategy=with_short_rounds(job.strategy))
+            self._averages = averages_of(self._shared.stage(short))
+        sends, waited = (seconds / tau for seconds in self._averages)
+        alike = (tau - 1) / tau
+        return _Added(
+            fixed=alike * inside.fixed,
+            waits=alike * inside.waits + waited,
+            again=alike * inside.again + waited,
+            busy=max(alike * inside.busy, sends),
+            sends=max(alike * inside.sends, sends),
+        )
 
     def memory(self, micro_batch: int, steps: int, recompute: str) -> Bytes:
         """The least that a GPU of the first stage takes: states and activations.

@@ -26,12 +26,12 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.models.framework import Recompute
 from co2sim.models.workload import MAX_SAMPLES, Model
 from co2sim.prediction.bounds import Shared, StepBound
-from co2sim.prediction.job import Job
+from co2sim.prediction.job import Job, with_short_rounds
 from co2sim.prediction.notes import BATCH_OF, FASTEST
 from co2sim.prediction.predict import step_time
 from co2sim.prediction.question import AUTO, Question, tokens_of_batch
 from co2sim.simulation.noise import QUIET
-from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
+from co2sim.strategies import LocalSteps
 from co2sim.strategies.co2 import CO2, has_auto_options
 from co2sim.strategies.local import round_steps
 
@@ -211,7 +211,7 @@ def _fastest(question: Question, groups: int, done: Done | None) -> _Batch:
     least = bound.quick if local else bound.close
     steps = job
     if question.pp == 1:
-        steps = replace(job, strategy=_with_short_rounds(job.strategy), averages=False)
+        steps = replace(job, strategy=with_short_rounds(job.strategy), averages=False)
 
     def most(batch: _Batch) -> float:
         """The most samples/s that a bound allows."""
@@ -244,17 +244,6 @@ def _of_one_sample(question: Question, done: Done | None) -> Job:
         accumulation=1,
     )
     return choose_delay(single, done)[0].job()
-
-
-def _with_short_rounds(strategy: Strategy) -> Strategy:
-    """Local updates with the shortest rounds that they can have; others as they are."""
-    if not (is_built_in(strategy) and isinstance(strategy, LocalSteps)):
-        return strategy
-    least = {name: "1" for name in ("delay", "fragments") if getattr(strategy, name, None)}
-    try:
-        return with_options(strategy, {**least, "tau": "1"})
-    except OptionError:  # a delay that has to end before the round does
-        return with_options(strategy, {**least, "tau": "2"})
 
 
 def _by_memory(question: Question, job: Job, groups: int) -> list[_Batch]:

@@ -134,10 +134,11 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
     return Noise(node_speed=speeds, **convert.declared(Noise, others))
 
 
-def run(question: Question, *, progress: bool | None = False) -> Result:
+def run(question: Question, *, progress: bool | None = False, beside: bool = True) -> Result:
     """Choose what the question leaves open, predict, and say how sure that is.
 
-    `progress` as in `simulate`.
+    `progress` as in `simulate`. Without `beside` it simulates nothing else to say more of it: there
+    is no delay by slower ranks, no warning of a small budget, and no site alone.
     """
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         question, chosen = choose(question.inlined(), done)
@@ -145,17 +146,15 @@ def run(question: Question, *, progress: bool | None = False) -> Result:
             raise OptionError(f"pp={question.pp}: interval=full needs a schedule; take quick")
         job = question.job()
         result = predict(job, done)
-        beside = {name: step_time(other, done) for name, other in _beside(job).items()}
-        result = replace(
-            result,
-            straggler_delay_s=_straggler_delay(result, beside),
-            notes=(*chosen, *_remarks(question, job, result)),
-        )
-        result = replace(
-            result,
-            notes=(*result.notes, *_one_site_alone(question, job, result)),
-            warnings=_warnings(job, result, beside),
-        )
+        result = replace(result, notes=(*chosen, *_remarks(question, job, result)))
+        if beside:
+            times = {name: step_time(other, done) for name, other in _beside(job).items()}
+            result = replace(
+                result,
+                straggler_delay_s=_straggler_delay(result, times),
+                notes=(*result.notes, *_one_site_alone(question, job, result)),
+                warnings=_warnings(job, result, times),
+            )
         return _with_interval(question, job, result, done)
 
 

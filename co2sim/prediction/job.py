@@ -26,7 +26,7 @@ from co2sim.schedule.exchanges import apply_tensor_parallelism
 from co2sim.schedule.mesh import Mesh, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import RunOptions
-from co2sim.strategies import LocalSteps, Strategy, is_built_in, options_of
+from co2sim.strategies import LocalSteps, Strategy, is_built_in, options_of, with_options
 from co2sim.strategies.local import OUTER, workers_of
 from co2sim.strategies.step import title
 
@@ -117,11 +117,7 @@ class Job:
 
         Raises OptionError for steps that interleaved stages cannot take.
         """
-        size = micro_batch, micro_steps, recompute
-        return max(
-            replace(stage, workload=_sized(stage.workload, *size)).memory()["total"]
-            for stage in self._of_one_sample
-        )
+        return fullest(self._of_one_sample, micro_batch, micro_steps, recompute)
 
     def lacks(self) -> tuple[str, ...]:
         """What the stack lacks of it, a text each; nothing where that is not known."""
@@ -164,9 +160,28 @@ class Job:
 
     @cached_property
     def _of_one_sample(self) -> "tuple[Stage, ...]":
-        """One of each kind of stage: of those alike the first holds most."""
         single = self.with_batch(1, 1, "none")
-        return tuple(single.stage(number) for number in sorted(set(self.alike)))
+        return of_one_sample(single, Job.stage)
+
+
+def of_one_sample(job: Job, stage_of_job: "Callable[[Job, int], Stage]") -> "tuple[Stage, ...]":
+    """One of each kind of stage of a job of one sample: of those alike the first holds most.
+
+    Their schedules are of the shortest rounds: memory depends on the groups in them alone.
+    """
+    short = replace(job, strategy=with_short_rounds(job.strategy))
+    stages = (stage_of_job(short, number) for number in sorted(set(job.alike)))
+    return tuple(replace(stage, job=job) for stage in stages)
+
+
+def fullest(
+    stages: "Sequence[Stage]", micro_batch: int, micro_steps: int, recompute: Recompute
+) -> Bytes:
+    """What a GPU of the fullest of `of_one_sample` takes with another batch."""
+    size = micro_batch, micro_steps, recompute
+    return max(
+        replace(stage, workload=_sized(stage.workload, *size)).memory()["total"] for stage in stages
+    )
 
 
 def _sized(work: Workload, micro_batch: int, steps: int, recompute: Recompute) -> Workload:
@@ -308,6 +323,17 @@ def schedule_of(strategy: Strategy, work: Workload, layout: Layout) -> Schedule:
             raise
         raise OptionError(f"{error} ({work.tp} GPUs that share layers count as one)") from error
     return apply_tensor_parallelism(schedule, work.tp)
+
+
+def with_short_rounds(strategy: Strategy) -> Strategy:
+    """Local updates with the shortest rounds that they can have; others as they are."""
+    if not (is_built_in(strategy) and isinstance(strategy, LocalSteps)):
+        return strategy
+    least = {name: "1" for name in ("delay", "fragments") if getattr(strategy, name, None)}
+    try:
+        return with_options(strategy, {**least, "tau": "1"})
+    except OptionError:  # a delay that has to end before the round does
+        return with_options(strategy, {**least, "tau": "2"})
 
 
 def without_averages(schedule: Schedule) -> Schedule:

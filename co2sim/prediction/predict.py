@@ -31,7 +31,7 @@ from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, with_options
 from co2sim.strategies.local import round_steps
 
-_FEWEST = 8
+_FEWEST = 6
 _MORE = 4
 """Times as many micro-steps are simulated where so few do not repeat."""
 _SLOWER = 1.5

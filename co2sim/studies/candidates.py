@@ -18,7 +18,7 @@ from co2sim.models.stack import UNNAMED, Stack
 from co2sim.models.workload import Model
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
-from co2sim.prediction.job import Job
+from co2sim.prediction.job import Job, Stage, fullest, of_one_sample
 from co2sim.prediction.question import AUTO, OPEN_BATCH, Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
@@ -209,10 +209,10 @@ class Space:
     """What is tried: all combinations that fit in memory.
 
     `job` gives model, global batch and precision; its cluster, strategy, GPUs, micro-batch and
-    recomputation are replaced. `gpus` is as in `grid.gpu_counts`. `micro_batches` None stands for
-    all powers of two. `axes` says how GPUs may divide the model; what the job says holds. A GPU's
-    memory may be used but for the share `headroom`. Software `stacks` are tried, too; none: that of
-    the job.
+    recomputation are replaced. `gpus` is as in `grid.gpu_counts`; None: `grid.all_counts`.
+    `micro_batches` None stands for all powers of two. `axes` says how GPUs may divide the model;
+    what the job says holds. A GPU's memory may be used but for the share `headroom`. Software
+    `stacks` are tried, too; none: that of the job.
     """
 
     job: Question
@@ -282,7 +282,8 @@ class Setup:
     """Cluster, GPUs, strategy and what these divide: its candidates share all but their passes.
 
     `case`, as the job `sized`, has one micro-step of one sample, and what stands in its files in
-    place of the names that the `job` has. `samples` of the `global_batch` are of GPUs that train
+    place of the names that the `job` has. `between`: nobody named its number of GPUs, and it is no
+    doubled one. `samples` of the `global_batch` are of GPUs that train
     together; these take them in any of `micro_batches`, with any of `recomputes`.
     """
 
@@ -294,6 +295,7 @@ class Setup:
     micro_batches: tuple[int, ...]
     recomputes: tuple[Recompute, ...]
     shared: Shared
+    between: bool = False
 
     def of(self, micro_batch: int, recompute: Recompute) -> Question:
         """A candidate."""
@@ -326,7 +328,11 @@ class Setup:
         room = self.sized.cluster.gpu.memory
         if not fits(self.bound.memory(*size), room, headroom):
             return False
-        return fits(self.sized.memory(*size), room, headroom)
+        return fits(fullest(self._stages, *size), room, headroom)
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        return of_one_sample(self.sized, self.shared.stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,9 +362,12 @@ def candidates(space: Space) -> Candidates:
     for part in space.by_stack:
         check(part)
     for part, cluster in product(space.by_stack, space.clusters):
-        of_cluster = _Setups(part, cluster)
-        for gpus in grid.gpu_counts(replace(part.job, cluster=cluster), part.gpus):
-            for setup in of_cluster.of_size(gpus, impossible):
+        of_cluster, case = _Setups(part, cluster), replace(part.job, cluster=cluster)
+        named = grid.gpu_counts(case, part.gpus)
+        for gpus in grid.all_counts(case) if part.gpus is None else named:
+            left_out = impossible if gpus in named else {}
+            for setup in of_cluster.of_size(gpus, left_out):
+                setup.between = gpus not in named
                 setups.append(setup)
                 count += len(setup.micro_batches) * len(setup.recomputes)
                 if count > _MAX:
@@ -394,7 +403,7 @@ class _Setups:
     """Those of one cluster."""
 
     def __init__(self, space: Space, cluster: str | Cluster) -> None:
-        self._space, self._shared = space, Shared()
+        self._space = space
         self._named = replace(space.job, cluster=cluster)
         self._job = replace(
             self._named.inlined(),
@@ -406,6 +415,7 @@ class _Setups:
         )
         entries = self._job.load()
         self._cluster, self._model = entries[0].value, entries[1].value
+        self._shared = Shared(self._cluster)
         self._stack, used = self._job.load_stack().value, self._job.used_stack(self._cluster.gpu)
         self._chosen = used if space.strategies == STRATEGIES else UNNAMED
         self._axes = space.axes.within(space.job)

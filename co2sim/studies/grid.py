@@ -213,6 +213,24 @@ def gpu_counts(case: Question, given: Any = None) -> list[int]:
     return list(_doubled(loaded))
 
 
+_ALL = 64
+"""Nodes up to which a plan tries every number of them."""
+_APART = 1.08
+"""How far numbers of more nodes are apart, as a ratio."""
+
+
+def all_counts(case: Question) -> list[int]:
+    """GPUs of every whole number of nodes of the cluster, of many only some, where sites divide."""
+    cluster, changes = case.cluster, case.cluster_overrides
+    loaded = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
+    sizes, nodes = set(gpu_counts(case)), 1
+    while nodes <= loaded.nodes:
+        if nodes % min(loaded.sites, nodes) == 0:
+            sizes.add(nodes * loaded.gpus_per_node)
+        nodes = nodes + 1 if loaded.nodes <= _ALL else max(nodes + 1, int(nodes * _APART))
+    return sorted(sizes)
+
+
 def _doubled(cluster: Cluster) -> Iterator[int]:
     count, most = cluster.gpus_per_node, cluster.layout.world_size
     while count < most:

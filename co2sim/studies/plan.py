@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
@@ -14,6 +15,7 @@ from co2sim.prediction.bounds import Least
 from co2sim.prediction.choose import fits
 from co2sim.prediction.intervals import unshared
 from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
@@ -33,9 +35,9 @@ class Recommendation:
     best on another cluster than the choice's. `best` has the best of each cluster and strategy, of
     those that were searched to the end, as the first ones and those of each cluster are:
     `unsearched` others cannot win. `front` has the options that none beats in both days and cost,
-    from the fastest on. `undecided` says that the intervals of the first two
-    overlap. Where nothing is within the limits, `choice` is None, and `best` and `front` show what
-    there is without them.
+    from the fastest on, of doubled numbers of nodes and of others that were looked at. `undecided`
+    says that the intervals of the first two overlap. Where nothing is within the limits, `choice`
+    is None, and `best` and `front` show what there is without them.
 
     `simulated` of `candidates` cases were simulated. `large` do not fit in memory, among those that
     might have won. Others cannot win: their steps take too long by a bound (`prediction.bounds`).
@@ -96,7 +98,14 @@ def plan(
     if search.impossible and not (search.options or search.large or search.failed):
         name, reason = next(iter(search.impossible.items()))
         raise OptionError(f"{name}: {reason}")
-    best = search.best()
+    best, ahead = search.best(), list(front(option for _, option in search.options))
+    if complete and not search.needs_power:
+        in_full = _in_full([*best, *ahead, *([gamble] if gamble else [])], wanted, engine)
+        try:
+            best, ahead = [list(islice(in_full, len(some))) for some in (best, ahead)]
+            gamble = next(in_full, None)
+        except KeyboardInterrupt:
+            complete = False
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
     return Recommendation(
@@ -107,7 +116,7 @@ def plan(
         rival=next((option for option in best if choice and _elsewhere(choice, option)), None),
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
         best=tuple(best),
-        front=tuple(front(option for _, option in search.options)),
+        front=tuple(ahead),
         candidates=len(search),
         simulated=search.simulated,
         large=search.large,
@@ -138,6 +147,22 @@ def _looked(
         if not search.options:
             search.look_for(surely=False)
     return complete, inside, gamble
+
+
+def _in_full(
+    options: Sequence[Candidate], wanted: Objective, engine: Engine
+) -> Iterator[Candidate]:
+    """Candidates of which the time was simulated, with all that is said of them, in order."""
+    cases = {id(option): option.case for option in options}
+    with opened(engine, len(cases)) as pool:
+        outcomes = run_on(pool, list(cases.values()), progress=False)
+    result_of = dict(zip(cases, outcomes, strict=True))
+    for option in options:
+        result = result_of[id(option)]
+        assert isinstance(result, Result)
+        totals = totals_of(option.case, result, wanted.tokens, wanted.goal)
+        assert totals
+        yield replace(option, result=result, totals=totals)
 
 
 def _elsewhere(choice: Candidate, other: Candidate) -> bool:
@@ -240,6 +265,7 @@ class Search:
 
     A candidate waits with a bound that costs little. When its turn comes its memory is computed,
     and a closer bound, with which it waits again; when its turn comes again it is simulated.
+    `needs_power`: of each case all is simulated that its power needs, else no more than its time.
     `options` are those within the limits, with their group: the best is wanted, the best of another
     group, and all that none beats in both days and money. `simulated` counts cases, `large` those
     that were looked at and have no room; `failed` and `impossible` say why others have no figures.
@@ -248,10 +274,12 @@ class Search:
     def __init__(self, setups: Sequence[Setup], wanted: Objective, headroom: float) -> None:
         """Nothing is simulated yet."""
         self._wanted, self._headroom, self._surely = wanted, headroom, False
+        self.needs_power = wanted.want == "least-energy" or wanted.power is not None
         group_of = _grouping([setup.case for setup in setups])
         self._groups = {id(setup): group_of(setup.case) for setup in setups}
         self._names = {id(setup): display_name(setup.case.cluster) for setup in setups}
         self._steps = {id(setup): _steps(setup, wanted) for setup in setups}
+        self._bad_end = {id(setup): _bad_end(setup, wanted) for setup in setups}
         self.impossible: dict[str, str] = {}
         self._promises = list(self._first_promises(setups))
         self._queue = [(promise.order, promise) for promise in self._promises]
@@ -310,7 +338,7 @@ class Search:
             with opened(engine, total) as pool:
                 size = 1 if pool is None else _WAVE * pool.slots
                 while wave := self._wave(size):
-                    for promise, outcome in _with_outcomes(wave, pool):
+                    for promise, outcome in _with_outcomes(wave, pool, beside=self.needs_power):
                         if not self._hopeless(promise):
                             self._note(promise, outcome)
                     if done:
@@ -409,23 +437,28 @@ class Search:
         """Whether even at its best a case is out of the limits, or beaten in all that counts.
 
         What counts is to be the best, or the best of another group (the runner-up), or of a
-        cluster, or on the front.
+        cluster, or on the front, which doubled numbers of GPUs make.
         """
         if self._outside_limits(promise):
             return True
         setup = id(promise.setup)
         on_cluster = self._on_cluster.get(self._names[setup], math.inf)
         beaten = max(self._to_beat(self._groups[setup]), on_cluster)
-        return promise.score >= beaten and any(
-            days <= promise.days and spent <= promise.spent for days, spent in self._front
+        return promise.score >= beaten and (
+            promise.setup.between
+            or any(days <= promise.days and spent <= promise.spent for days, spent in self._front)
         )
 
     def _outside_limits(self, promise: _Promise) -> bool:
-        """Whether even at its best a case takes too long, or costs too much."""
+        """Whether even at its best a case takes too long, or costs too much.
+
+        At the bad end of its interval the range of the step factor counts at least.
+        """
         wanted = self._wanted
-        if wanted.deadline is not None and promise.days > wanted.deadline:
+        bad = self._bad_end[id(promise.setup)] if self._surely else 1.0
+        if wanted.deadline is not None and bad * promise.days > wanted.deadline:
             return True
-        return wanted.budget is not None and promise.spent > wanted.budget
+        return wanted.budget is not None and bad * promise.spent > wanted.budget
 
     def _to_beat(self, group: object) -> float:
         """The score of the best option, for its own group; of the runner-up for all others."""
@@ -503,6 +536,13 @@ def _steps(setup: Setup, wanted: Objective) -> float:
     return trained / (setup.global_batch * setup.sized.model.tokens)
 
 
+def _bad_end(setup: Setup, wanted: Objective) -> float:
+    """How many times as many steps it may take at the bad end of the step factor's range."""
+    case = setup.case
+    factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
+    return factor.ends[1] if factor else 1.0
+
+
 def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
     """By cluster and strategy, whatever its options; else by these; else by GPUs."""
 
@@ -518,10 +558,10 @@ def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:
     return lambda case: case.gpus
 
 
-def _with_outcomes(wave: Sequence[_Found], pool: Pool | None) -> Iterator[_Found]:
+def _with_outcomes(wave: Sequence[_Found], pool: Pool | None, *, beside: bool) -> Iterator[_Found]:
     """Those of a wave; what is to be simulated has a result, or a failure."""
     waiting = [promise for promise, outcome in wave if outcome == ""]
     cases = [each.setup.of(each.micro_batch, each.recompute) for each in waiting]
-    outcomes = iter(run_on(pool, cases, progress=False) if cases else ())
+    outcomes = iter(run_on(pool, cases, progress=False, beside=beside) if cases else ())
     for promise, outcome in wave:
         yield promise, next(outcomes) if outcome == "" else outcome

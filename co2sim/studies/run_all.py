@@ -1,7 +1,8 @@
 """Many cases, in order, on one process or several: what fails is named, and the others continue."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from co2sim.catalog import Contents
@@ -73,12 +74,17 @@ def run_on(
     *,
     progress: bool | None = None,
     what: str = "simulating cases",
+    beside: bool = True,
 ) -> list[Outcome]:
-    """As `run_all`, on workers that are there, without any in this process; all may fail."""
+    """As `run_all`, on workers that are there, without any in this process; all may fail.
+
+    `beside` as in `driver.run`.
+    """
     outcomes: dict[int, Outcome] = {}
+    outcome_of_each = partial(outcome_of, beside=beside)
     try:
         with progress_bar(what, shown=progress) as done:
-            for index, outcome in _outcomes(pool, cases):
+            for index, outcome in _outcomes(pool, cases, outcome_of_each):
                 outcomes[index] = outcome
                 if done:
                     done(len(outcomes), len(cases))
@@ -87,14 +93,16 @@ def run_on(
     return [outcomes[index] for index in range(len(cases))]
 
 
-def _outcomes(pool: Pool | None, cases: Sequence[Question]) -> Iterator[tuple[int, Outcome]]:
+def _outcomes(
+    pool: Pool | None, cases: Sequence[Question], answer: Callable[[Question], Outcome]
+) -> Iterator[tuple[int, Outcome]]:
     """Outcomes with the places of their cases, as they come."""
     if pool is None:
-        yield from ((index, outcome_of(case)) for index, case in enumerate(cases))
+        yield from ((index, answer(case)) for index, case in enumerate(cases))
         return
     files: dict[tuple[object, ...], Contents | None] = {}
     items = ((index, case.inlined(files)) for index, case in enumerate(cases))
-    yield from run_on_pool(pool, items, outcome_of, len(cases))
+    yield from run_on_pool(pool, items, answer, len(cases))
 
 
 def run_on_pool(
@@ -113,10 +121,10 @@ def _crowded(answer: Any) -> bool:
     return isinstance(answer, Failure) and isinstance(answer.error, NoRoomError)
 
 
-def outcome_of(case: Question) -> Outcome:
-    """The result of a case, or why there is none."""
+def outcome_of(case: Question, *, beside: bool = True) -> Outcome:
+    """The result of a case, or why there is none; `beside` as in `driver.run`."""
     try:
-        return run(case)
+        return run(case, beside=beside)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a right to continue
         return Failure(case.title, error)
 

@@ -28,8 +28,8 @@ from co2sim.studies.targets import Axis, axis_of
 
 _MAX_REACH = 100.0
 """How far bandwidths are searched: from a hundredth to a hundred times what is there."""
-_POINTS = 5
-_NEAR = 4e-3
+_POINTS = 3
+_NEAR = 2e-2
 """How exactly they are found."""
 
 

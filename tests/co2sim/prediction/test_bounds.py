@@ -20,6 +20,8 @@ STRATEGIES = [
     *("fsdp", "fsdp:reduce=bf16", "fsdp:shard=node", "fsdp:sync=last"),
     *("fsdp:reshard_after_forward=false", "fsdp:version=1,clip=false"),
     *("local_sgd:tau=4,worker=node", "co2:tau=2,delay=1,fragments=2,worker=node"),
+    *("local_sgd:tau=12,worker=node,inner=fsdp", "co2:tau=12,delay=1,fragments=12,worker=node"),
+    *("diloco:tau=4,worker=node,inner=ddp", "overlap_local_sgd:tau=4,worker=node,inner=zero1"),
 ]
 _ROUNDING = 1 + 1e-9
 

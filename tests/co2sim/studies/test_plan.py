@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,7 +39,7 @@ from co2sim.studies.candidates import (
     as_it_runs,
     candidates,
 )
-from co2sim.studies.grid import display_name, offer_name, offer_names, strategy_title
+from co2sim.studies.grid import all_counts, display_name, offer_name, offer_names, strategy_title
 from co2sim.studies.plan import front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -205,6 +206,36 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
     chosen = [one.case for one in every if one.totals.days == found.choice.totals.days]
     assert found.choice.case in chosen
     assert found.simulated <= found.candidates
+
+
+@FEWER
+@given(
+    bandwidths=st.tuples(st.floats(1e5, 1e9), st.floats(1e5, 1e9)),
+    want=st.sampled_from(["cheapest", "fastest"]),
+    deadline=st.floats(0.02, 0.5),
+)
+def test_without_counts_every_whole_number_of_nodes_is_tried(
+    bandwidths: tuple[float, float], want: Want, deadline: float
+) -> None:
+    """The choice, the gamble and the best of another offer are those of all counts given."""
+    offers = offer("a", 2.0, bandwidths[0]), offer("b", 2.1, bandwidths[1])
+    space = space_of(*offers, gpus=None, job=replace(space_of().job, global_batch=48))
+    wanted = Objective(want=want, tokens=1e9, deadline=deadline)
+    found, named = plan(space, wanted), plan(replace(space, gpus=[2, 4, 6, 8]), wanted)
+    for option in ("choice", "gamble", "rival"):
+        ours, theirs = getattr(found, option), getattr(named, option)
+        assert (ours and ours.case) == (theirs and theirs.case)
+
+
+@pytest.mark.parametrize("nodes", [3, 64, 1000])
+def test_counts_of_a_large_offer_are_near_each_other(nodes: int) -> None:
+    """All nodes up to 64; of more the first ones, all, and none a tenth away from the next."""
+    case = Question(cluster=tiny.cluster(nodes, 2), model=tiny.model(), strategy="ddp")
+    counts = [size // 2 for size in all_counts(case)]
+    assert counts[0] == 1
+    assert counts[-1] == nodes
+    assert all(b - a == 1 or b / a < 1.15 for a, b in pairwise(counts))
+    assert len(counts) == nodes if nodes <= 64 else len(counts) < 80
 
 
 # --- what would change it -----------------------------------------------------------------------
