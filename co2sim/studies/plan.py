@@ -436,8 +436,8 @@ class Search:
         """Score, days, and money or GPU-hours, of a training whose steps take the least."""
         steps, cluster = self._steps[id(setup)], setup.sized.cluster
         days = steps * least.seconds / DAY * _BELOW
-        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
-        spent = days * gpus * (24 if price is None else DAY * price)
+        billed = cluster.bill(days * DAY)
+        spent = days * 24 * cluster.layout.world_size if billed is None else billed.total
         if self._wanted.want == "fastest":
             return days, days, spent
         if self._wanted.want == "cheapest":
