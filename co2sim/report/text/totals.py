@@ -15,6 +15,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
+from co2sim.report.text.bill import billed
 
 Tokens = Annotated[
     float | None,
@@ -115,6 +116,8 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
         )
     if any(totals.cost is not None for totals in trained):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
+    if len(trained) == len(cases) == 1 and (said := billed(trained[0], cases[0].load()[0])):
+        lines.append(f"billed: {said}")
     missing = [name for name in EXAMPLES if any(name in totals.missing for totals in trained)]
     return [*lines, *_lacking(missing)]
 
