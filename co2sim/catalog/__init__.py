@@ -81,8 +81,8 @@ class Entry(Generic[T]):
 class Contents:
     """What stands in the files of a cluster or a model: no file has to be read again.
 
-    `tree` is never changed. `chosen` are facts about what the files name. `price` names the price of
-    a cluster whose file gives none.
+    `tree` is never changed. `chosen` are facts about what the files name. `price` names the
+    price of a cluster whose file gives none.
     """
 
     name: str

@@ -3,10 +3,10 @@
 And published prices, and carbon of grids, which clusters name.
 """
 
+import datetime as clock
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -267,9 +267,9 @@ class Rate:
     title: str = ""
     default_of: tuple[str, ...] = ()
 
-    def dated(self, today: date | None = None) -> str:
+    def dated(self, today: clock.date | None = None) -> str:
         """Its year and month, and whether that is too long ago, by `today` (None: it is now)."""
-        now = today or datetime.now(UTC).date()
+        now = today or clock.datetime.now(clock.UTC).date()
         year, month = (int(part) for part in f"{self.date}-12".split("-")[:2])
         months = 12 * (now.year - year) + now.month - month
         return f"{self.date[:7]}{', more than two years old' if months > _OLD else ''}"
@@ -295,8 +295,9 @@ def put_rates(tree: Tree, changes: Mapping[str, str], usual: str | None) -> dict
     """Put prices and grids that are meant by name into the tree of a cluster, with their ranges.
 
     `grid` names a grid, and `price_per_gpu` may name a price, in the file or in `changes`; without
-    one it is the `usual` price, if there is one. Gives the other changes. What a user changes has no range unless the user gives one. Raises
-    CatalogError for unknown names, and where a grid and its intensity are both given.
+    one it is the `usual` price, if there is one. Gives the other changes. What a user changes has
+    no range unless the user gives one. Raises CatalogError for unknown names, and where a grid and
+    its intensity are both given.
     """
     rest = dict(changes)
     if "grid" in changes and "grid_intensity" in changes:
@@ -316,14 +317,19 @@ def put_rates(tree: Tree, changes: Mapping[str, str], usual: str | None) -> dict
         if "grid_intensity" in tree:
             raise CatalogError("grid and grid_intensity are both given; leave one of them out")
         _put_rate(tree, "grids", grid, assumed=grid == DEFAULT_GRID)
-    price = rest.get("price_per_gpu") or _text_of(tree.get("price_per_gpu"))
+    _put_price(tree, rest, usual)
+    tree.setdefault("pue", DEFAULT_PUE)
+    return rest
+
+
+def _put_price(tree: Tree, changes: dict[str, str], usual: str | None) -> None:
+    """Put a price that is meant by name into the tree, and take it from the changes."""
+    price = changes.get("price_per_gpu") or _text_of(tree.get("price_per_gpu"))
     if price is None and usual:
         _put_rate(tree, "prices", usual, assumed=True)
     elif price and price[0].isalpha():
-        rest.pop("price_per_gpu", None)
+        changes.pop("price_per_gpu", None)
         _put_rate(tree, "prices", price, assumed=False)
-    tree.setdefault("pue", DEFAULT_PUE)
-    return rest
 
 
 def _text_of(node: object) -> str | None:

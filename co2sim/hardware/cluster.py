@@ -507,7 +507,8 @@ class Cluster:
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
 
         Sizes beyond `nodes` are allowed: that is the what-if. What one site can hold is at one
-        site. Where the contract is about the whole, that stays billed. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
+        site. Where the contract is about the whole, that stays billed. Raises OptionError when full
+        nodes or equal sites cannot hold `gpus`.
         """
         return self._resized(gpus)
 

@@ -4,7 +4,7 @@ Pure functions over results. A step of local updates is worth less than one of D
 methods train more tokens (`step_factors`). For the power see `power`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,8 +31,14 @@ _MAX_TOKENS = 1e18
 _NOTHING = 1e-6
 """A goodput below which nothing gets done."""
 
-EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 g/kWh"}
-"""The numbers of a cluster that totals need, with an example of each."""
+NEEDED = ("price_per_gpu", *power.NEEDED, "grid_intensity")
+"""The numbers of a cluster that totals need."""
+
+
+def examples(cluster: Cluster) -> Mapping[str, str]:
+    """An example of each, for a node as large as the cluster's."""
+    others = {"price_per_gpu": "2.5 USD/h", "grid_intensity": "56 g/kWh"}
+    return others | dict(power.examples(cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +191,7 @@ def result_to_dict(
 def basis(case: Question) -> tuple[Fact, ...]:
     """The numbers that totals rest on but for the speed: none of a cluster that is an object."""
     facts = case.load()[0].facts
-    return tuple(f for f in facts if f.path in EXAMPLES or f.path.startswith("contract."))
+    return tuple(f for f in facts if f.path in NEEDED or f.path.startswith("contract."))
 
 
 def tokens_of(value: float) -> float:

@@ -184,7 +184,7 @@ def _check_prices(space: Space, wanted: Objective) -> None:
     for cluster in loaded:
         lacking = power.missing(cluster)
         if lacking and (wanted.power is not None or wanted.want == "least-energy"):
-            sets = " ".join(f"--set {name}={power.NEEDED[name]!r}" for name in lacking)
+            sets = power.sets(cluster, lacking)
             raise OptionError(
                 f"energy needs the power of {cluster.name!r}; {' and '.join(lacking)}"
                 f" {'is' if len(lacking) == 1 else 'are'} not known; give {sets}, say"

@@ -11,7 +11,7 @@ _HOURS = 24
 
 
 def billed(totals: Totals, offer: Entry[Cluster], deadline: float | None = None) -> str:
-    """What the totals of a part of an `offer`, or of all of it, are billed; nothing without a price.
+    """What is billed for the totals of an `offer`, or of a part of it; nothing without a price.
 
     By the hour it also says what all GPUs of the offer would be, for `deadline` days or, without
     one, as long. Of the catalog's clusters any number can be rented: they are no offers.
