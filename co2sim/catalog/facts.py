@@ -3,7 +3,7 @@
 And published prices, and carbon of grids, which clusters name.
 """
 
-import datetime as clock
+import datetime as dt
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -267,9 +267,9 @@ class Rate:
     title: str = ""
     default_of: tuple[str, ...] = ()
 
-    def dated(self, today: clock.date | None = None) -> str:
+    def dated(self, today: dt.date | None = None) -> str:
         """Its year and month, and whether that is too long ago, by `today` (None: it is now)."""
-        now = today or clock.datetime.now(clock.UTC).date()
+        now = today or dt.datetime.now(dt.UTC).date()
         year, month = (int(part) for part in f"{self.date}-12".split("-")[:2])
         months = 12 * (now.year - year) + now.month - month
         return f"{self.date[:7]}{', more than two years old' if months > _OLD else ''}"
@@ -347,7 +347,8 @@ def _put_rate(tree: Tree, kind: RateKind, name: str, *, assumed: bool) -> None:
             f"unknown {what} {name!r}; {nearest(name, list(table))} (one of yours: {example})"
         )
     rate = table[name]
-    source = f"{rate.title or name}, {rate.dated()}: {rate.source}"
+    when = rate.dated() if kind == "prices" else rate.date
+    source = f"{rate.title or name}, {when}: {rate.source}"
     for field, value in zip(_FIELDS[kind], (rate.value, rate.low, rate.high), strict=True):
         if value is not None:
             tree[field] = {"value": value, "source": source, "assumed": assumed}

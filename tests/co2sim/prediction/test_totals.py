@@ -36,6 +36,8 @@ def cluster(**changes: object) -> Cluster:
     numbers = {
         "gpu": gpu,
         "price_per_gpu": 1 / 3600,
+        "price_low": None,
+        "price_high": None,
         "node_power": 1000.0,
         "pue": 1.5,
         "grid_intensity": 0.1,
