@@ -56,6 +56,16 @@ class Contract:
             _RESERVED.checked(f"contract: reserved {term}", price)
             _seconds(term)
 
+    @property
+    def storing(self) -> UsdPerSecond:
+        """What the storage costs."""
+        return (self.storage or 0.0) * (self.storage_price or 0.0)
+
+    @property
+    def leaving(self) -> float:
+        """What the egress costs, once."""
+        return (self.egress or 0.0) * (self.egress_price or 0.0)
+
     def offers(self, price: UsdPerSecond) -> Iterator[tuple[str, Seconds, UsdPerSecond]]:
         """All ways to buy: the term that is committed, as a text, what it lasts, and the price."""
         yield "", self.term, price
@@ -116,6 +126,6 @@ def bill(price: UsdPerSecond, contract: Contract | None, gpus: int, seconds: Sec
         price_per_hour=each * _HOUR,
         committed=text,
         compute=compute,
-        storage=(asked.storage or 0.0) * (asked.storage_price or 0.0) * seconds,
-        egress=(asked.egress or 0.0) * (asked.egress_price or 0.0),
+        storage=asked.storing * seconds,
+        egress=asked.leaving,
     )
