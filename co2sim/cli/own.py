@@ -22,6 +22,7 @@ from co2sim.prediction import driver, power
 from co2sim.prediction.figures import asked
 from co2sim.prediction.ownership import (
     HOUR,
+    YEAR,
     Costs,
     Machine,
     Ownership,
@@ -208,7 +209,7 @@ def _screen(answer: _Answer) -> Screen:
     rows += [
         ("counted", _COUNTED),
         ("turns", _resale(answer)),
-        ("turns", _levers(answer)),
+        *([("turns", levers)] if (levers := _levers(answer)) else []),
         ("rent", f"{rent.value}{_ranged(rent)}: {rent.source.partition(':')[0] or 'given'}"),
     ]
     if old := _old(answer):
@@ -240,23 +241,27 @@ def _print(out: Console, answer: _Answer) -> None:
 
 def _sentences(answer: _Answer) -> list[str]:
     """The price of a contract, and the utilization, from which owning is cheaper."""
-    found, bought = answer.found, answer.machine
-    what = f"{counted(bought.gpus, 'GPU')} ({answer.cluster.value.gpu.name})"
-    first = (
-        f"Owning {what} for {_years(answer.years)} is cheaper than a contract that bills every hour"
-        f" for more than {found.per_hour:.2f} USD a GPU-hour{_between(answer.per_hour, '{:.2f}')}."
-    )
+    found, cluster = answer.found, answer.cluster.value
+    what = f"{counted(answer.machine.gpus, 'GPU')} ({cluster.gpu.name})"
+    above = f"{found.per_hour:.2f} USD a GPU-hour{_between(answer.per_hour, '{:.2f}')}"
+    what += f" for {_years(answer.years)}"
+    lines = [f"Own {what} if a contract, every hour billed, costs more than {above}."]
+    offered = cluster.bill(answer.years * YEAR)
+    if offered and offered.committed:
+        wins = "owning" if found.per_hour < offered.price_per_hour else "the contract"
+        lines.append(
+            f"This offer's costs {offered.price_per_hour:.2f} USD, as {offered.committed} are"
+            f" committed: {wins} is cheaper."
+        )
     ends = _between(answer.break_even, _share)
-    rented = f"rent by the hour, {answer.rent:.2f} USD"
+    rented = f"Against rent by the hour ({answer.rent:.2f} USD)"
     if found.break_even <= 1:
-        second = f"Beside {rented}, it is cheaper where GPUs are used {_share(found.break_even)} of"
-        second += f" the time or more{ends}."
+        lines.append(f"{rented} own from {_share(found.break_even)} utilization on{ends}.")
     elif math.isfinite(found.break_even):
-        second = f"Beside {rented}, it never is: it would need {_share(found.break_even)} of the"
-        second += f" time{ends}."
+        lines.append(f"{rented} do not: it would take {_share(found.break_even)} use{ends}.")
     else:
-        second = f"Its electricity alone costs more than {rented}{ends}."
-    return [first, second]
+        lines.append(f"{rented} do not: electricity alone costs more{ends}.")
+    return lines
 
 
 _COUNTED = (
@@ -307,24 +312,22 @@ def _resale(answer: _Answer) -> str:
 
 def _levers(answer: _Answer) -> str:
     """The numbers whose ranges move the price of the contract most, but for the rent."""
-    moves = {
-        name: abs(high.per_hour - low.per_hour)
-        for name, (low, high) in answer.ends.items()
+    prices = {
+        name: sorted(end.per_hour for end in ends)
+        for name, ends in answer.ends.items()
         if name != "rent"
     }
-    most = sorted(moves, key=lambda name: -moves[name])[:_LEVERS]
-    return "the price of a contract: " + ", ".join(
-        f"{_OWN}{name} {_ends(answer.given[name])} makes {_cents(answer.ends[name])}"
+    most = sorted(prices, key=lambda name: prices[name][0] - prices[name][1])[:_LEVERS]
+    moved_to = (
+        "{:.2f} to {:.2f} USD by {} ({})".format(
+            *prices[name], _OWN + name, _ends(answer.given[name])
+        )
         for name in most
     )
+    return f"the price of that contract: {', '.join(moved_to)}" if most else ""
 
 
 _LEVERS = 2
-
-
-def _cents(ends: tuple[Ownership, Ownership]) -> str:
-    low, high = sorted(end.per_hour for end in ends)
-    return f"{low:.2f} to {high:.2f}"
 
 
 def _old(answer: _Answer) -> str:
