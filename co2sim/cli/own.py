@@ -214,6 +214,9 @@ def _screen(answer: _Answer) -> Screen:
     ]
     if old := _old(answer):
         rows.append(("dates", f"prices of more than two years ago: {old}"))
+    if answer.result:
+        batch = question([answer.result])[0]
+        rows.insert(2, ("batch", batch.removeprefix("batch: ")))
     return Screen(answer=_sentences(answer), rows=rows)
 
 
@@ -264,10 +267,7 @@ def _sentences(answer: _Answer) -> list[str]:
     return lines
 
 
-_COUNTED = (
-    "nodes, spare parts, network, place, electricity, staff, interest, resale; not: storage,"
-    " software, support, taxes, insurance, rents that change within these years"
-)
+_COUNTED = "all but storage, software, support, taxes, insurance, and rents that change meanwhile"
 
 
 def _trained(answer: _Answer) -> str:
