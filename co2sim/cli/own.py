@@ -318,13 +318,12 @@ def _levers(answer: _Answer) -> str:
         if name != "rent"
     }
     most = sorted(prices, key=lambda name: prices[name][0] - prices[name][1])[:_LEVERS]
-    moved_to = (
-        "{:.2f} to {:.2f} USD by {} ({})".format(
-            *prices[name], _OWN + name, _ends(answer.given[name])
-        )
+    ranges = (
+        f"{low:.2f} to {high:.2f} USD by {_OWN}{name} ({_ends(answer.given[name])})"
         for name in most
+        for low, high in [prices[name]]
     )
-    return f"the price of that contract: {', '.join(moved_to)}" if most else ""
+    return f"the price of that contract: {', '.join(ranges)}" if most else ""
 
 
 _LEVERS = 2
