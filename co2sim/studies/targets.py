@@ -419,7 +419,7 @@ def _declared(case: Question, path: str) -> Axis:
     if base is int:
         return Axis(path, "", 1, quantity.most or _MAX_WHOLE, 1)
     low, high = _SEARCHED.get(quantity.unit, (_MIN_SHARE, 1 / _MIN_SHARE))
-    if path.startswith("failures.") and quantity.unit == "s":
+    if path.startswith(("failures.", "contract.")) and quantity.unit == "s":
         low, high = _MINUTE, 1000 * 365.25 * _DAY
     high = min(high, quantity.most or high)
     low = max(low, quantity.least or low)
