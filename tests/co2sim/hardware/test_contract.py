@@ -198,9 +198,9 @@ def test_a_cluster_has_its_own_price_else_that_of_its_gpu_else_none(tmp_path: Pa
     assert price("dgx-h100") == (pytest.approx(2.95), True)
     assert price("p5.48xlarge") == (pytest.approx(6.88), True)
     assert price("p5.48xlarge", gpu="h200") == price("dgx-h200")
-    assert price("dgx-b300") is None
+    assert price("a800-1600g") is None
     assert price("dgx-h100", price_per_gpu="2 USD/h") == (pytest.approx(2), False)
-    assert price("dgx-b300", price_per_gpu="h100-median-2026-05") == (pytest.approx(2.95), False)
+    assert price("a800-1600g", price_per_gpu="h100-median-2026-05") == (pytest.approx(2.95), False)
     text = OFFER.format(name="mine", price=2, rate=400, nodes=4)
     path = tmp_path / "mine.toml"
     path.write_text(text, "utf-8")

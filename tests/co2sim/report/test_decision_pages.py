@@ -79,7 +79,7 @@ def test_the_page_of_a_plan_says_what_json_says(
 def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
     """Days against GPU-hours; and where nothing is within the limits, what there is without."""
     out = Path("r.html")
-    given = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "-c", "dgx-b300"]
+    given = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "-c", "a800-1600g"]
     given += ["-g", "8,16", "--global-batch", "256", "--json", "--report", str(out)]
     found = json.loads(cli(*given).out)
     points = drawn_points(held(out.read_text("utf-8"), "specs")["options-0"])

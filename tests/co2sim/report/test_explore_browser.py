@@ -453,7 +453,7 @@ def test_a_price_is_asked_for_and_what_would_fit_is_said(opened: Open, served: s
     assert "DOES NOT FIT" in explorer.table()["ddp"]["GiB"]
     expect(explorer.page.locator("#fitting")).to_contain_text("what would fit")
     expect(explorer.page.locator("#price-hint")).to_be_hidden()
-    without = opened(f"{served}#&cluster=dgx-b300&model=llama-13b&strategy=fsdp")
+    without = opened(f"{served}#&cluster=a800-1600g&model=llama-13b&strategy=fsdp")
     expect(without.page.locator("#price-hint")).to_be_visible()
     without.fill("price", "5 USD/h")
     expect(without.page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
