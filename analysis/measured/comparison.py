@@ -462,7 +462,7 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     for name in ("price_per_gpu", "price_low", "price_high"):
         if name in tree:
             tree[name] = tree[name].replace("USD", currency)
-    changes = put_rates(tree, changes)
+    changes = put_rates(tree, changes, usual=None)
     for path, text in changes.items():
         override(tree, path, text)
     tree["name"] = f"{cluster.name}, with {shown}"

@@ -12,6 +12,7 @@ from co2sim.catalog.facts import (
     Fact,
     Kind,
     Tree,
+    default_price,
     facts,
     is_file,
     key_of,
@@ -80,12 +81,14 @@ class Entry(Generic[T]):
 class Contents:
     """What stands in the files of a cluster or a model: no file has to be read again.
 
-    `tree` is never changed. `chosen` are facts about what the files name.
+    `tree` is never changed. `chosen` are facts about what the files name. `price` names the
+    price of a cluster whose file gives none.
     """
 
     name: str
     tree: Tree
     chosen: tuple[Fact, ...] = ()
+    price: str | None = None
 
 
 def cluster_contents(reference: str, overrides: Mapping[str, str]) -> Contents | None:
@@ -115,9 +118,17 @@ def _is_own(reference: str) -> bool:
 def _of_cluster(reference: str, overrides: Mapping[str, str]) -> Contents:
     tree, changes = read("clusters", reference), dict(overrides)
     chosen: list[Fact] = []
+    price = _usual_price(tree, reference, changes)
     for name, kind in _KIND_OF.items():
         chosen += _named(tree, reference, changes, name, kind)
-    return Contents(reference, tree, tuple(chosen))
+    return Contents(reference, tree, tuple(chosen), price)
+
+
+def _usual_price(tree: Tree, reference: str, changes: Mapping[str, str]) -> str | None:
+    """The name of the price of what is rented: a cluster of the catalog, or its GPU."""
+    gpu = changes.get("gpu", plain({"gpu": tree.get("gpu")})["gpu"])
+    cluster = "" if "gpu" in changes else key_of("clusters", reference)
+    return default_price(cluster, key_of("gpus", gpu)) if isinstance(gpu, str) else None
 
 
 def load_cluster(
@@ -161,13 +172,14 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
     from co2sim.catalog.specs import ClusterSpec  # noqa: PLC0415 - pydantic is slow
 
     if isinstance(reference, Contents):
-        tree, chosen, reference = deepcopy(reference.tree), [*reference.chosen], reference.name
+        contents, tree = reference, deepcopy(reference.tree)
     else:
         contents = _of_cluster(reference, overrides)
-        tree, chosen = contents.tree, [*contents.chosen]
+        tree = contents.tree
+    chosen, reference = [*contents.chosen], contents.name
     changes = {path: text for path, text in overrides.items() if path not in _KIND_OF}
     _put_defaults(tree)
-    changes = put_rates(tree, changes)
+    changes = put_rates(tree, changes, contents.price)
     _check_kernels(tree, reference, changes)
     _apply(tree, reference, changes, overrides)
     if isinstance(tree.get("failures"), dict):

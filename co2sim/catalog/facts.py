@@ -3,6 +3,7 @@
 And published prices, and carbon of grids, which clusters name.
 """
 
+import datetime as dt
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -253,7 +254,8 @@ DEFAULT_GRID = "world"
 class Rate:
     """A published figure; `low` and `high` are the ends of its range, None where none is known.
 
-    `rent` names the price for which what it is the price of can be rented.
+    `title` says in a few words what it is. A price is the default of the GPUs and clusters that
+    `default_of` names.
     """
 
     name: str
@@ -262,7 +264,19 @@ class Rate:
     source: str
     low: str | None = None
     high: str | None = None
-    rent: str | None = None
+    title: str = ""
+    default_of: tuple[str, ...] = ()
+
+    def dated(self, today: dt.date | None = None) -> str:
+        """Its year and month, and whether that is too long ago, by `today` (None: it is now)."""
+        now = today or dt.datetime.now(dt.UTC).date()
+        year, month = (int(part) for part in f"{self.date}-12".split("-")[:2])
+        months = 12 * (now.year - year) + now.month - month
+        return f"{self.date[:7]}{', more than two years old' if months > _OLD else ''}"
+
+
+_OLD = 24
+"""Months: by then prices have fallen or risen by a factor of two (prices.toml)."""
 
 
 @cache
@@ -271,12 +285,19 @@ def rates(kind: RateKind) -> Mapping[str, Rate]:
     return {name: Rate(name=name, **entry) for name, entry in read_table(kind).items()}
 
 
-def put_rates(tree: Tree, changes: Mapping[str, str]) -> dict[str, str]:
+def default_price(cluster: str, gpu: str) -> str | None:
+    """The name of the price of a cluster of the catalog, else of its GPU; None: none is known."""
+    by_name = {of: rate.name for rate in rates("prices").values() for of in rate.default_of}
+    return by_name.get(cluster) or by_name.get(gpu)
+
+
+def put_rates(tree: Tree, changes: Mapping[str, str], usual: str | None) -> dict[str, str]:
     """Put prices and grids that are meant by name into the tree of a cluster, with their ranges.
 
-    `grid` names a grid, and `price_per_gpu` may name a price, in the file or in `changes`. Gives
-    the other changes. What a user changes has no range unless the user gives one. Raises
-    CatalogError for unknown names, and where a grid and its intensity are both given.
+    `grid` names a grid, and `price_per_gpu` may name a price, in the file or in `changes`; without
+    one it is the `usual` price, if there is one. Gives the other changes. What a user changes has
+    no range unless the user gives one. Raises CatalogError for unknown names, and where a grid and
+    its intensity are both given.
     """
     rest = dict(changes)
     if "grid" in changes and "grid_intensity" in changes:
@@ -296,12 +317,19 @@ def put_rates(tree: Tree, changes: Mapping[str, str]) -> dict[str, str]:
         if "grid_intensity" in tree:
             raise CatalogError("grid and grid_intensity are both given; leave one of them out")
         _put_rate(tree, "grids", grid, assumed=grid == DEFAULT_GRID)
-    price = rest.get("price_per_gpu") or _text_of(tree.get("price_per_gpu"))
-    if price and price[0].isalpha():
-        rest.pop("price_per_gpu", None)
-        _put_rate(tree, "prices", price, assumed=False)
+    _put_price(tree, rest, usual)
     tree.setdefault("pue", DEFAULT_PUE)
     return rest
+
+
+def _put_price(tree: Tree, changes: dict[str, str], usual: str | None) -> None:
+    """Put a price that is meant by name into the tree, and take it from the changes."""
+    price = changes.get("price_per_gpu") or _text_of(tree.get("price_per_gpu"))
+    if price is None and usual:
+        _put_rate(tree, "prices", usual, assumed=True)
+    elif price and price[0].isalpha():
+        changes.pop("price_per_gpu", None)
+        _put_rate(tree, "prices", price, assumed=False)
 
 
 def _text_of(node: object) -> str | None:
@@ -319,7 +347,8 @@ def _put_rate(tree: Tree, kind: RateKind, name: str, *, assumed: bool) -> None:
             f"unknown {what} {name!r}; {nearest(name, list(table))} (one of yours: {example})"
         )
     rate = table[name]
-    source = f"{name}, {rate.date}: {rate.source}"
+    when = rate.dated() if kind == "prices" else rate.date
+    source = f"{rate.title or name}, {when}: {rate.source}"
     for field, value in zip(_FIELDS[kind], (rate.value, rate.low, rate.high), strict=True):
         if value is not None:
             tree[field] = {"value": value, "source": source, "assumed": assumed}

@@ -32,7 +32,7 @@ from pydantic import (
 
 from co2sim.catalog.facts import Tree
 from co2sim.common.errors import OptionError, UnitError
-from co2sim.common.units import parse, parse_price
+from co2sim.common.units import Unit, parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
     GPU,
@@ -47,6 +47,7 @@ from co2sim.hardware.cluster import (
     Tier,
     TokenBucket,
 )
+from co2sim.hardware.contract import Contract
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.architecture import (
     Bias,
@@ -155,6 +156,7 @@ _Work: TypeAlias = Annotated[float, number(Quantity(unit="FLOP", least=1))]
 _Fraction: TypeAlias = Annotated[float, number(Quantity(most=1))]
 _Speed: TypeAlias = Annotated[float, number(Quantity(unit="FLOP/s", least=1))]
 _Time: TypeAlias = Annotated[float, number(Quantity(unit="s", least=0))]
+_Price: TypeAlias = Annotated[float, number(Quantity(unit="USD/s", least=0))]
 
 
 class Attained(_Built):
@@ -191,6 +193,19 @@ _OneOrTable: TypeAlias = Annotated[
 ]
 
 
+def _in_usd(contract: Mapping[str, Any], read: Callable[..., str]) -> dict[str, Any]:
+    """A contract with its prices as `read` writes them, whatever their currency."""
+    values = dict(contract)
+    for name, unit in (("storage_price", "USD/B/s"), ("egress_price", "USD/B")):
+        if name in values:
+            values[name] = read(f"contract.{name}", values[name], unit)
+    if isinstance(reserved := values.get("reserved"), Mapping):
+        values["reserved"] = {
+            term: read(f"contract.reserved.{term}", price) for term, price in reserved.items()
+        }
+    return values
+
+
 class _Cluster(_Built):
     @model_validator(mode="before")
     @classmethod
@@ -199,20 +214,26 @@ class _Cluster(_Built):
             return values
         if "currency" in values:
             raise ValueError("currency: it stands with the price, as in price_per_gpu = '2 EUR/h'")
-        prices: dict[str, str] = {}
+        prices: dict[str, Any] = {}
         currencies: set[str] = set()
-        for name in ("price_per_gpu", "price_low", "price_high"):
-            if values.get(name) is None:
-                continue
+
+        def read(path: str, text: Any, unit: Unit = "USD/s") -> str:
             try:
-                value, currency = parse_price(values[name])
+                value, currency = parse_price(text, unit)
             except UnitError as error:
-                raise ValueError(f"{name}: {error}") from error
-            prices[name] = f"{value!r} USD/s"
+                raise ValueError(f"{path}: {error}") from error
             currencies.add(currency)
+            return f"{value!r} {unit}"
+
+        for name in ("price_per_gpu", "price_low", "price_high"):
+            if values.get(name) is not None:
+                prices[name] = read(name, values[name])
+        if isinstance(contract := values.get("contract"), Mapping):
+            prices["contract"] = _in_usd(contract, read)
         if len(currencies) > 1:
             raise ValueError(
-                f"price_per_gpu and its range are in {' and '.join(sorted(currencies))}"
+                f"price_per_gpu, its range and the contract are in"
+                f" {' and '.join(sorted(currencies))}"
             )
         return {**values, **prices, **({"currency": currencies.pop()} if currencies else {})}
 
@@ -270,6 +291,9 @@ FailuresSpec = _spec(
     by_size=(Annotated[list[SizedFailuresSpec], _rising("gpus")], []),  # type: ignore[valid-type]
 )
 """`failures/*.toml`, and `failures` of a cluster."""
+
+ContractSpec = _spec(Contract, _Built, reserved=(dict[str, _Price], {}))
+"""`contract` of a cluster."""
 
 ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""
@@ -473,6 +497,6 @@ UNITS: Mapping[str, str] = {
     name: unit
     for kind in _SPECS
     for name, hint in get_type_hints(kind, include_extras=True).items()
-    if (unit := _unit(hint)) and not name.startswith("price")
+    if (unit := _unit(hint)) and "price" not in name
 }
 """Units of the numbers of clusters, GPUs and stacks that have one, by name."""

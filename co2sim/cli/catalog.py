@@ -88,12 +88,17 @@ def _print_names(out: Console, kind: Kind) -> None:
 def _print_rates(out: Console, kind: RateKind, only: str | None = None) -> None:
     """Prices or grids, with range, date and source."""
     rows = [
-        (name, rate.value, _ends(rate), rate.date, rate.source)
+        (name, rate.value, _ends(rate), _dated(kind, rate), rate.source)
         for name, rate in rates(kind).items()
         if only in {None, name}
     ]
     columns = ("name", "value", "range", "date", "source")
     print_table(out, kind, columns, rows, left=5)
+
+
+def _dated(kind: RateKind, rate: Rate) -> str:
+    """The date; of money it says when that is long ago."""
+    return rate.date if kind == "grids" else rate.dated()
 
 
 def _ends(rate: Rate) -> str:

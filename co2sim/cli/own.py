@@ -1,4 +1,4 @@
-"""`co2sim own`: owning beside renting, as sentences, and a table of what it is made of."""
+"""`co2sim own`: owning beside renting: the answer, and with `--full` what it is made of."""
 
 import math
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ from co2sim.prediction import driver, power
 from co2sim.prediction.figures import asked
 from co2sim.prediction.ownership import (
     HOUR,
+    YEAR,
     Costs,
     Machine,
     Ownership,
@@ -37,6 +38,7 @@ from co2sim.prediction.ownership import (
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.result import Result
 from co2sim.report.text.result import question
+from co2sim.report.text.screen import Screen, print_screen
 
 _YEARS = (0.25, 20)
 """Least and most."""
@@ -69,6 +71,12 @@ class _Answer:
         """The range of the utilization at which owning wins."""
         pairs = ((low.break_even, high.break_even) for low, high in self.ends.values())
         return spread(self.found.break_even, pairs)
+
+    @property
+    def per_hour(self) -> tuple[float, float]:
+        """The range of what a GPU-hour costs, used or not."""
+        pairs = ((low.per_hour, high.per_hour) for low, high in self.ends.values())
+        return spread(self.found.per_hour, pairs)
 
     @property
     def per_used_hour(self) -> tuple[float, float]:
@@ -111,6 +119,7 @@ def own(
         typer.Option(metavar="SHARE", help="The part of all hours in which GPUs are used."),
     ] = "70%",
     json_: options.Json = False,  # noqa: FBT002
+    full: options.Full = False,  # noqa: FBT002
 ) -> None:
     """Compare owning a cluster with renting it; --set own.NAME=VALUE changes any number.
 
@@ -121,8 +130,10 @@ def own(
     answer = _answer(case, length, _used(utilization))
     if json_:
         print_json(_plain(answer))
-    else:
+    elif full:
         _print(console(), answer)
+    else:
+        print_screen(_screen(answer))
 
 
 def _answer(case: Question, years: float, utilization: float) -> _Answer:
@@ -132,7 +143,7 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
     sets = case.overrides
     changes = {k.removeprefix(_OWN): v for k, v in sets.items() if k.startswith(_OWN)}
     case = replace(case, overrides={k: v for k, v in sets.items() if not k.startswith(_OWN)})
-    case, cluster, rent = _with_rent(case, changes)
+    cluster, rent = _with_rent(case, changes)
     rates = numbers(cluster.value, changes, rent)
     costs = costs_of(rates)
     result = driver.run(case, progress=None) if case.model else None
@@ -159,48 +170,65 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
     )
 
 
-def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Question, Entry[Cluster], Rate]:
-    """The case with a price, its cluster, and the price: its own, else that of its GPU's entry."""
+def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Entry[Cluster], Rate]:
+    """The cluster of a case, and its price. Raises OptionError without one, or not in USD."""
     cluster = load_cluster(str(case.cluster), case.cluster_overrides)
-    if cluster.value.price_per_gpu is None:
-        node = node_of(cluster.value)
-        if node is None or node.rent is None:
-            price = "" if "node" in changes else " nor price of a node"
-            sets = "" if "node" in changes else f", and --set {_OWN}node='36000 USD' a GPU"
-            if cluster.value.node_power is None:
-                sets += ", and --set node_power='2.8 kW' (of a node without its GPUs)"
-            raise OptionError(
-                f"no rent{price} of {cluster.value.gpu.name} is known; give --set"
-                f" price_per_gpu='2.5 USD/h' (or a name of `co2sim list prices`){sets}"
-            )
-        case = replace(case, overrides={**case.overrides, "price_per_gpu": node.rent})
-        cluster = load_cluster(str(case.cluster), case.cluster_overrides)
     value = cluster.value
+    if value.price_per_gpu is None:
+        lacks_node = node_of(value) is None and "node" not in changes
+        price = " nor price of a node" if lacks_node else ""
+        sets = f", and --set {_OWN}node='36000 USD' a GPU" if lacks_node else ""
+        if lacking := power.missing(value):
+            sets += f", and {power.sets(value, lacking)} (of a node without its GPUs)"
+        raise OptionError(
+            f"no rent{price} of {value.gpu.name} is known; give --set"
+            f" price_per_gpu='2.5 USD/h' (or a name of `co2sim list prices`){sets}"
+        )
     if value.currency != "USD":
         raise OptionError(
             f"the rent is in {value.currency}; owning is in USD: --set price_per_gpu='2.5 USD/h'"
         )
-    assert value.price_per_gpu is not None
     price = f"{value.price_per_gpu * HOUR:.6g} USD/h"
     low, high = (
         None if end is None else f"{end * HOUR:.6g} USD/h"
         for end in (value.price_low, value.price_high)
     )
     source = next((f.source for f in cluster.facts if f.path == "price_per_gpu"), "")
-    return case, cluster, Rate(name="rent", value=price, low=low, high=high, date="", source=source)
+    return cluster, Rate(name="rent", value=price, low=low, high=high, date="", source=source)
 
 
 # --- what is printed -----------------------------------------------------------------------------
 
 
+def _screen(answer: _Answer) -> Screen:
+    """The answer in a few lines."""
+    rent = answer.given["rent"]
+    rows = [("cost", _cost(answer))]
+    if trained := _trained(answer):
+        rows.append(("speed", trained))
+    rows += [
+        ("counted", _COUNTED),
+        ("turns", _resale(answer)),
+        *([("turns", levers)] if (levers := _levers(answer)) else []),
+        ("rent", f"{rent.value}{_ranged(rent)}: {rent.source.partition(':')[0] or 'given'}"),
+    ]
+    if old := _old(answer):
+        rows.append(("dates", f"prices of more than two years ago: {old}"))
+    if answer.result:
+        batch = question([answer.result])[0]
+        rows.insert(2, ("batch", batch.removeprefix("batch: ")))
+    return Screen(answer=_sentences(answer), rows=rows)
+
+
 def _print(out: Console, answer: _Answer) -> None:
-    print_lines(out, *_sentences(answer), *question([answer.result] if answer.result else []), "")
+    lines = [*_sentences(answer), _cost(answer), *_trained(answer).splitlines(), _resale(answer)]
+    print_lines(out, *lines, *question([answer.result] if answer.result else []), "")
     owned = answer.found
     rows = [
         (name, _made_of(answer, name), f"{usd:,.0f}", f"{usd / owned.gpu_hours:.3f}")
         for name, usd in owned.parts.items()
     ]
-    rows.append(("in all", "", f"{owned.total:,.0f}", f"{owned.total / owned.gpu_hours:.3f}"))
+    rows.append(("in all", "", f"{owned.total:,.0f}", f"{owned.per_hour:.3f}"))
     title = f"what owning costs in {_years(answer.years)}"
     heads = ["part", "made of", "USD", "USD per GPU-hour, used or not"]
     print_table(out, title, heads, rows, left=2)
@@ -215,43 +243,107 @@ def _print(out: Console, answer: _Answer) -> None:
 
 
 def _sentences(answer: _Answer) -> list[str]:
-    found, bought, rent = answer.found, answer.machine, answer.given["rent"]
-    low, high = answer.break_even
-    ends = "" if low == high else f" (range {_share(low)} to {_share(high)})"
-    if found.break_even <= 1:
-        first = "Owning is cheaper than renting where GPUs are used"
-        first += f" {_share(found.break_even)} of the time or more{ends}"
-    elif math.isfinite(found.break_even):
-        first = "Renting is cheaper than owning at every utilization: owning would need"
-        first += f" {_share(found.break_even)} of the time{ends}"
-    else:
-        first = f"Renting is cheaper than the electricity of owning{ends}"
-    low, high = answer.per_used_hour
-    owned = f"{found.per_used_hour:.2f} USD"
-    owned += "" if low == high else f" ({low:.2f} to {high:.2f})"
-    rented = f"{answer.rent:.2f} USD"
-    rented += f" ({_ends(rent)})" if rent.low else ""
-    used = found.gpu_hours * found.utilization
-    kept = f"{counted(bought.gpus, 'GPU')} ({answer.cluster.value.gpu.name})"
-    kept += f" for {_years(answer.years)}, used {_share(found.utilization)} of the time"
-    lines = [
-        f"{first}.",
-        f"{kept} (--utilization):",
-        f"- owned, a GPU-hour that is used costs {owned}, in all {_million(found.total)};",
-        f"- rented, it costs {rented}, in all {_million(used * answer.rent)}.",
-    ]
-    if answer.billion and answer.result:
-        owning, renting = answer.billion
+    """The price of a contract, and the utilization, from which owning is cheaper."""
+    found, cluster = answer.found, answer.cluster.value
+    what = f"{counted(answer.machine.gpus, 'GPU')} ({cluster.gpu.name})"
+    above = f"{found.per_hour:.2f} USD a GPU-hour{_between(answer.per_hour, '{:.2f}')}"
+    what += f" for {_years(answer.years)}"
+    lines = [f"Own {what} if a contract, every hour billed, costs more than {above}."]
+    offered = cluster.bill(answer.years * YEAR)
+    if offered and offered.committed:
+        wins = "owning" if found.per_hour < offered.price_per_hour else "the contract"
         lines.append(
-            f"A billion {answer.result.unit}s of {answer.result.model} by {answer.result.strategy}:"
-            f" {figures(owning)} USD owning, {figures(renting)} USD renting."
+            f"This offer's costs {offered.price_per_hour:.2f} USD, as {offered.committed} are"
+            f" committed: {wins} is cheaper."
         )
-    each = found.total / found.gpu_hours
-    lines.append(
-        f"If a contract bills every hour, used or not, owning is cheaper where it costs more than"
-        f" {each:.2f} USD a GPU-hour."
-    )
+    ends = _between(answer.break_even, _share)
+    rented = f"Against rent by the hour ({answer.rent:.2f} USD)"
+    if found.break_even <= 1:
+        lines.append(f"{rented} own from {_share(found.break_even)} utilization on{ends}.")
+    elif math.isfinite(found.break_even):
+        lines.append(f"{rented} do not: it would take {_share(found.break_even)} use{ends}.")
+    else:
+        lines.append(f"{rented} do not: electricity alone costs more{ends}.")
     return lines
+
+
+_COUNTED = "all but storage, software, support, taxes, insurance, and rents that change meanwhile"
+
+
+def _trained(answer: _Answer) -> str:
+    """What a billion tokens cost; nothing without a model."""
+    if answer.billion is None or answer.result is None:
+        return ""
+    owning, renting = answer.billion
+    return (
+        f"a billion {answer.result.unit}s of {answer.result.model} by {answer.result.strategy}:"
+        f" {figures(owning)} USD owned, {figures(renting)} rented"
+    )
+
+
+def _cost(answer: _Answer) -> str:
+    found = answer.found
+    rented = found.gpu_hours * found.utilization * answer.rent
+    return (
+        f"at {_share(found.utilization)} utilization {_million(found.total)} owned,"
+        f" {_million(rented)} rented by the hour; of a GPU-hour that is used"
+        f" {found.per_used_hour:.2f} USD{_between(answer.per_used_hour, '{:.2f}')} and"
+        f" {answer.rent:.2f}"
+    )
+
+
+def _resale(answer: _Answer) -> str:
+    """How much rests on what is sold at the end, and with how much of it renting wins."""
+    found = answer.found
+    sold = -found.parts["sold at the end"]
+    text = f"resale: {_share(found.kept)} is sold at the end, {_million(sold)}"
+    even = found.kept_to_win
+    if even is None:
+        return text
+    use = f"at {_share(found.utilization)} utilization"
+    if even >= 1:
+        return f"{text}; {use} renting wins whatever is sold"
+    if even <= 0:
+        return f"{text}; {use} owning wins even if nothing is sold"
+    cheaper = "below" if even <= found.kept else "only from"
+    wins = "renting wins" if even <= found.kept else "owning wins"
+    return f"{text}; {use} {wins} {cheaper} {_share(even)}"
+
+
+def _levers(answer: _Answer) -> str:
+    """The numbers whose ranges move the price of the contract most, but for the rent."""
+    prices = {
+        name: sorted(end.per_hour for end in ends)
+        for name, ends in answer.ends.items()
+        if name != "rent"
+    }
+    most = sorted(prices, key=lambda name: prices[name][0] - prices[name][1])[:_LEVERS]
+    ranges = (
+        f"{low:.2f} to {high:.2f} USD by {_OWN}{name} ({_ends(answer.given[name])})"
+        for name in most
+        for low, high in [prices[name]]
+    )
+    return f"the price of that contract: {', '.join(ranges)}" if most else ""
+
+
+_LEVERS = 2
+
+
+def _old(answer: _Answer) -> str:
+    """Which prices are too old to be today's, with their dates."""
+    marked = {name: rate.dated().partition(",") for name, rate in answer.given.items() if rate.date}
+    return ", ".join(f"{name} ({month})" for name, (month, old, _) in marked.items() if old)
+
+
+def _between(ends: tuple[float, float], shown: Any) -> str:
+    """A range behind its figure, by a format or a function; nothing where there is none."""
+    low, high = ends
+    write = shown.format if isinstance(shown, str) else shown
+    return "" if low == high else f" ({write(low)} to {write(high)})"
+
+
+def _ranged(rate: Rate) -> str:
+    return f" ({_ends(rate)})" if rate.low else ""
 
 
 def _made_of(answer: _Answer, part: str) -> str:
@@ -284,7 +376,8 @@ def _numbers(answer: _Answer) -> list[tuple[str, ...]]:
             wins = " to ".join(_share(end.break_even) for end in answer.ends[name])
         shown = "price_per_gpu" if name == "rent" else f"{_OWN}{name}"
         ends = _ends(rate) if rate.low else ""
-        rows.append((shown, rate.value, ends, wins, rate.date, rate.source.partition(":")[0]))
+        dated = rate.dated() if rate.date else ""
+        rows.append((shown, rate.value, ends, wins, dated, rate.source.partition(":")[0]))
     rows += [(fact.path, fact.value, "", "", "", _source(fact)) for fact in _powers(answer)]
     return rows
 
@@ -328,6 +421,11 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "nodes": bought.nodes,
         "years": answer.years,
         "utilization": owned.utilization,
+        "contract_usd_per_gpu_hour": owned.per_hour,
+        "contract_usd_per_gpu_hour_low": answer.per_hour[0],
+        "contract_usd_per_gpu_hour_high": answer.per_hour[1],
+        "resale_share": owned.kept,
+        "resale_share_to_win": owned.kept_to_win,
         "break_even": owned.break_even,
         "break_even_low": break_even[0],
         "break_even_high": break_even[1],

@@ -25,7 +25,7 @@ KgPerKwh: TypeAlias = float
 """Kilograms of CO2 equivalents per kilowatt-hour."""
 
 _Physical: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "W", "kg/kWh", ""]
-_Money: TypeAlias = Literal["USD", "USD/s", "USD/kWh", "USD/kW/month"]
+_Money: TypeAlias = Literal["USD", "USD/s", "USD/B", "USD/B/s", "USD/kWh", "USD/kW/month"]
 Unit: TypeAlias = Literal[_Physical, _Money]
 
 EXAMPLES: dict[Unit, str] = {
@@ -36,6 +36,8 @@ EXAMPLES: dict[Unit, str] = {
     "FLOP/s": "a speed such as '312 TFLOP/s'",
     "USD/s": "a price such as '2.5 USD/h' or '2.2 EUR/h'",
     "USD": "an amount of money such as '36000 USD'",
+    "USD/B": "a price of traffic such as '0.09 USD/GB'",
+    "USD/B/s": "a price of storage such as '20 USD/TB/month'",
     "USD/kWh": "a price of electricity such as '0.08 USD/kWh'",
     "USD/kW/month": "a price of a place such as '180 USD/kW/month'",
     "W": "a power such as '700 W' or '2.8 kW'",
@@ -118,14 +120,14 @@ def parse(text: str | float, unit: Unit) -> float:
     return value
 
 
-def parse_price(text: str | float) -> tuple[float, str]:
-    """Read a price, such as "2.2 EUR/h", as a float per second and its currency.
+def parse_price(text: str | float, unit: Unit = "USD/s") -> tuple[float, str]:
+    """Read a price, such as "2.2 EUR/h", as a float per second, or in `unit`, and its currency.
 
     Raises UnitError like `parse`, for a currency that is not known, and below 0.
     """
     _refuse_comma(text)
     if signed := _SIGNED_PRICE.fullmatch(str(text).strip(_SPACE)):  # "$2.50/h"
-        return parse_price(f"{signed['rest']} {_SIGNS[signed['sign']]}/{signed['time']}")
+        return parse_price(f"{signed['rest']} {_SIGNS[signed['sign']]}/{signed['time']}", unit)
     currency = _CURRENCY.search(str(text))
     code = currency[1] if currency else "USD"
     if currency and code not in CURRENCIES and code.upper() in CURRENCIES:
@@ -135,11 +137,11 @@ def parse_price(text: str | float) -> tuple[float, str]:
             f"{shown(text)}: unknown currency {shown(code)}; known: {', '.join(CURRENCIES)}"
         )
     try:
-        price = parse(str(text).replace(code, "USD", 1) if currency else text, "USD/s")
+        price = parse(str(text).replace(code, "USD", 1) if currency else text, unit)
     except UnitError as error:
         if code == "USD":
             raise
-        raise UnitError(f"{shown(text)} is not {EXAMPLES['USD/s']}") from error
+        raise UnitError(f"{shown(text)} is not {EXAMPLES[unit]}") from error
     if price < 0:
         raise UnitError(f"{shown(text)} is below 0")
     return price, code

@@ -304,6 +304,8 @@ Time = Annotated[Seconds, Quantity(unit="s", least=0)]
 Between = Annotated[Seconds, Quantity(unit="s")]
 """The mean time between failures."""
 Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
+PriceToStore = Annotated[float, Quantity(unit="USD/B/s", least=0)]
+PricePerByte = Annotated[float, Quantity(unit="USD/B", least=0)]
 Power = Annotated[Watts, Quantity(unit="W", least=0)]
 Intensity = Annotated[KgPerKwh, Quantity(unit="kg/kWh", least=0)]
 Fraction = Annotated[float, Quantity(most=1)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from co2sim.common.errors import OptionError
 from co2sim.common.resources import remembered
-from co2sim.common.units import BytesPerSecond, Flops, Seconds
+from co2sim.common.units import BytesPerSecond, Flops, Seconds, UsdPerSecond
 from co2sim.common.validation import (
     MAX_NODES,
     Bandwidth,
@@ -33,6 +33,7 @@ from co2sim.common.validation import (
     in_order,
     whole,
 )
+from co2sim.hardware.contract import Bill, Contract, bill
 from co2sim.hardware.failures import Failures
 from co2sim.schedule.schedule import DType, Layout
 
@@ -400,7 +401,8 @@ class Cluster:
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
     and notice its end. `host` is what the cores of a machine add that serves all ranks itself, as
     in a lab. `stack` is the software stack of the catalog that runs on it unless another is asked
-    for; empty: the default of all. `currency` is that of `price_per_gpu`. `scatter` is known where
+    for; empty: the default of all. `currency` is that of `price_per_gpu` and of the `contract`,
+    which says what is billed beside hours of the GPUs that train. `scatter` is known where
     a probe measured the cluster, `failures` where it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
@@ -439,6 +441,7 @@ class Cluster:
     price_low: Price | None = None
     price_high: Price | None = None
     currency: str = "USD"
+    contract: Contract | None = None
     node_power: Power | None = None
     pue: Multiple | None = None
     grid_intensity: Intensity | None = None
@@ -456,6 +459,11 @@ class Cluster:
         """Refuse what no cluster can be."""
         check(self, self.name)
         in_order(self, self.name, "price_low", "price_per_gpu", "price_high")
+        if self.contract and self.price_per_gpu is None:
+            raise OptionError(
+                f"{self.name}: a contract needs the price of an hour; give price_per_gpu, such as"
+                " '2.5 USD/h'"
+            )
         ends = "grid_intensity_low", "grid_intensity", "grid_intensity_high"
         in_order(self, self.name, *ends)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
@@ -488,11 +496,19 @@ class Cluster:
         """Nodes at one site."""
         return self.nodes // self.sites
 
+    def bill(self, seconds: Seconds, price: UsdPerSecond | None = None) -> Bill | None:
+        """What all GPUs are billed for a time, at `price` or the cluster's; None without one."""
+        price = self.price_per_gpu if price is None else price
+        if price is None:
+            return None
+        return bill(price, self.contract, self.layout.world_size, seconds)
+
     def resized(self, gpus: int) -> "Cluster":
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.
 
         Sizes beyond `nodes` are allowed: that is the what-if. What one site can hold is at one
-        site. Raises OptionError when full nodes or equal sites cannot hold `gpus`.
+        site. Where the contract is about the whole, that stays billed. Raises OptionError when full
+        nodes or equal sites cannot hold `gpus`.
         """
         return self._resized(gpus)
 
@@ -523,4 +539,15 @@ class Cluster:
         if intra.topology == "mesh" and 1 < per_node < self.gpus_per_node:
             share = (per_node - 1) / (self.gpus_per_node - 1)
             intra = replace(intra, bandwidth=intra.bandwidth * share)
-        return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites, intra=intra)
+        contract = self.contract
+        if contract and contract.whole:
+            whole = max(contract.least_gpus, self.layout.world_size)
+            contract = replace(contract, least_gpus=whole)
+        return replace(
+            self,
+            nodes=nodes,
+            gpus_per_node=per_node,
+            sites=sites,
+            intra=intra,
+            contract=contract,
+        )

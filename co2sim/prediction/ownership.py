@@ -7,7 +7,8 @@ Pure functions over numbers. In H hours of all GPUs, of which the part u is used
 `fixed` is what nodes, spare parts, network, place, staff, interest and the electricity of waiting
 cost, less what can be sold at the end; `used` is the electricity that work draws beyond waiting.
 Both are equal at u = fixed / (H * price - used): above it owning is cheaper. Where that is above 1,
-or H * price is no more than `used`, renting always is.
+or H * price is no more than `used`, renting always is. A contract bills every hour, used or not:
+owning is cheaper than one whose price is above owning / H.
 
 Interest is paid on what is bought, which loses its value evenly: on half of what it costs and what
 it is sold for, together. All money is USD of today: inflation is left out. So are taxes,
@@ -108,7 +109,10 @@ class Ownership:
     """What owning costs in all, in USD by part: what is sold at the end is below 0.
 
     `gpu_hours` pass, of which the part `utilization` is used. `break_even` is the utilization above
-    which owning is cheaper than renting; above 1, or infinite, where renting always is.
+    which owning is cheaper than renting; above 1, or infinite, where renting always is. `kept` is
+    the part of what was paid that is sold at the end, and with `kept_to_win` of it owning costs as
+    much as renting at this utilization: below it renting is cheaper. None where interest is more
+    than what is sold.
     """
 
     parts: Mapping[str, float]
@@ -119,11 +123,18 @@ class Ownership:
     gpu_hours: float
     utilization: float
     break_even: float
+    kept: float
+    kept_to_win: float | None
 
     @property
     def total(self) -> float:
         """USD in all."""
         return sum(self.parts.values())
+
+    @property
+    def per_hour(self) -> float:
+        """USD for a GPU-hour, used or not: of a contract that is dearer, owning is cheaper."""
+        return self.total / self.gpu_hours
 
     @property
     def per_used_hour(self) -> float:
@@ -138,9 +149,10 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
     Raises OptionError where its powers are not known.
     """
     if lacking := power.missing(cluster):
-        sets = " ".join(f"--set {name}={power.NEEDED[name]!r}" for name in lacking)
         are = "is" if len(lacking) == 1 else "are"
-        raise OptionError(f"{' and '.join(lacking)} {are} not known; give {sets}, say")
+        raise OptionError(
+            f"{' and '.join(lacking)} {are} not known; give {power.sets(cluster, lacking)}, say"
+        )
     gpu, layout = cluster.gpu, cluster.layout
     working, waiting = power.gpu_power(gpu, computing), power.gpu_power(gpu, 0.0)
     assert working is not None
@@ -208,7 +220,8 @@ def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -
         "links": network.links * costs.link * scale,
     }
     paid = sum(parts.values())
-    sold = paid * costs.resale**years
+    kept = costs.resale**years
+    sold = paid * kept
     rest = bought.nodes * bought.node_power + network.switches * costs.switch_power
     most_kw = (bought.gpus * bought.most + rest) / 1000
     to_kwh = bought.pue * hours / 1000
@@ -226,6 +239,8 @@ def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -
     room = gpu_hours * costs.rent * HOUR - used_kwh * costs.electricity
     fixed = sum(parts.values())
     parts["electricity"] += utilization * used_kwh * costs.electricity
+    saving = utilization * gpu_hours * costs.rent * HOUR - sum(parts.values())
+    by_kept = paid * (1 - costs.capital * years / 2)  # what owning costs less if all is sold
     return Ownership(
         parts=parts,
         network=network,
@@ -235,6 +250,8 @@ def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -
         gpu_hours=gpu_hours,
         utilization=utilization,
         break_even=fixed / room if room > 0 else math.inf,
+        kept=kept,
+        kept_to_win=kept - saving / by_kept if by_kept > 0 else None,
     )
 
 

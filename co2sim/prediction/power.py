@@ -22,15 +22,20 @@ Idle power is that of a GPU with a loaded process: 26 to 50 W above that of an e
 A100 (Vadari, arXiv 2605.23918, 2026). It is a number of each GPU of the catalog.
 """
 
-from co2sim.common.units import Seconds, Watts
+from collections.abc import Iterable, Mapping
+
+from co2sim.common.units import Seconds, Watts, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.prediction.result import Result
 
 COMPUTING = 0.85
 """Fraction of its TDP that a GPU draws while it computes; sources above."""
 
-NEEDED = {"gpu.tdp": "700 W", "gpu.idle_power": "105 W", "node_power": "2.8 kW", "pue": "1.2"}
-"""The numbers of a cluster that its power needs, with an example of each."""
+NEEDED = ("gpu.tdp", "gpu.idle_power", "node_power", "pue")
+"""The numbers of a cluster that its power needs."""
+
+_REST = 0.5
+"""Of the TDP of its GPUs, what a node draws besides: 2.8 kW beside 8 x 700 W (`dgx-h100`)."""
 
 
 def missing(cluster: Cluster) -> tuple[str, ...]:
@@ -38,6 +43,20 @@ def missing(cluster: Cluster) -> tuple[str, ...]:
     gpu = cluster.gpu
     values = gpu.tdp, gpu.idle_power, cluster.node_power, cluster.pue
     return tuple(name for name, value in zip(NEEDED, values, strict=True) if value is None)
+
+
+def examples(cluster: Cluster) -> Mapping[str, str]:
+    """An example of each number that is needed, for a node as large as the cluster's."""
+    tdp = 700.0 if cluster.gpu.tdp is None else cluster.gpu.tdp
+    idle, rest = 0.15 * tdp, _REST * tdp * cluster.gpus_per_node
+    texts = scaled(tdp, "W"), scaled(idle, "W"), scaled(rest, "W"), "1.2"
+    return dict(zip(NEEDED, texts, strict=True))
+
+
+def sets(cluster: Cluster, lacking: Iterable[str]) -> str:
+    """How to give the numbers that a cluster lacks: options of a command line."""
+    of_its_size = examples(cluster)
+    return " ".join(f"--set {name}={of_its_size[name]!r}" for name in lacking)
 
 
 def computing_share(result: Result) -> float:

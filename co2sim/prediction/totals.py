@@ -4,7 +4,7 @@ Pure functions over results. A step of local updates is worth less than one of D
 methods train more tokens (`step_factors`). For the power see `power`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from co2sim.catalog import Fact
 from co2sim.common.units import Watts
 from co2sim.common.validation import between, fraction
 from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.contract import Bill
 from co2sim.prediction import power, step_factors
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -30,8 +31,14 @@ _MAX_TOKENS = 1e18
 _NOTHING = 1e-6
 """A goodput below which nothing gets done."""
 
-EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 g/kWh"}
-"""The numbers of a cluster that totals need, with an example of each."""
+NEEDED = ("price_per_gpu", *power.NEEDED, "grid_intensity")
+"""The numbers of a cluster that totals need."""
+
+
+def examples(cluster: Cluster) -> Mapping[str, str]:
+    """An example of each, for a node as large as the cluster's."""
+    others = {"price_per_gpu": "2.5 USD/h", "grid_intensity": "56 g/kWh"}
+    return others | dict(power.examples(cluster))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +47,8 @@ class Totals:
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
     `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.
-    `cost` is in `currency`; both are None without a price. `power_w` is the average of all
+    `cost` is in `currency`, and `bill` says what it is made of (`hardware.contract`); all three are
+    None without a price. `power_w` is the average of all
     nodes at the meter: with what cooling and distribution take (PUE).
 
     `_low` and `_high` are the ends of an interval. That of days has the 90 % interval of the speed,
@@ -63,6 +71,7 @@ class Totals:
     cost_low: float | None
     cost_high: float | None
     currency: str | None
+    bill: Bill | None
     power_w: Watts | None
     energy_kwh: float | None
     energy_kwh_low: float | None
@@ -104,12 +113,11 @@ def totals(
             (result.tokens_per_s_low, least, factor.ends[1]),
         )
     ]
-    billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
-    cost = None if billion is None else billion * trained / 1e9 / goodput
+    billed = cluster.bill(days * DAY)
+    cost = None if billed is None else billed.total
     watts, grid = power.power(result, cluster), cluster.grid_intensity
     energy = None if watts is None else watts / 1000 * days * 24
     carbon = None if energy is None or grid is None else energy * grid
-    prices = cluster.price_low, cluster.price_high
     grids = cluster.grid_intensity_low, cluster.grid_intensity_high
     return Totals(
         tokens=tokens,
@@ -120,8 +128,9 @@ def totals(
         **_ends("days", days, ends),
         gpu_hours=days * 24 * result.gpus,
         cost=cost,
-        **_ends("cost", cost, ends, price, prices),
-        currency=None if cost is None else result.currency,
+        **_costs(cluster, days, ends),
+        currency=None if cost is None else cluster.currency,
+        bill=billed,
         power_w=watts,
         energy_kwh=energy,
         **_ends("energy_kwh", energy, ends),
@@ -181,7 +190,8 @@ def result_to_dict(
 
 def basis(case: Question) -> tuple[Fact, ...]:
     """The numbers that totals rest on but for the speed: none of a cluster that is an object."""
-    return tuple(fact for fact in case.load()[0].facts if fact.path in EXAMPLES)
+    facts = case.load()[0].facts
+    return tuple(f for f in facts if f.path in NEEDED or f.path.startswith("contract."))
 
 
 def tokens_of(value: float) -> float:
@@ -198,6 +208,18 @@ def _missing(cluster: Cluster) -> tuple[str, ...]:
 def _longer(result: Result, speed: float | None, share: float) -> float | None:
     """How many times as long it takes at this speed, with this share of the goodput."""
     return None if speed is None else result.tokens_per_s / speed / max(share, _NOTHING)
+
+
+def _costs(cluster: Cluster, days: float, times: list[float | None]) -> dict[str, float | None]:
+    """The ends of the cost: what the ends of the time cost, at the ends of the price.
+
+    Where only one of the two has a range, the other counts as exact.
+    """
+    ends: list[float | None] = []
+    for time, price in zip(times, (cluster.price_low, cluster.price_high), strict=True):
+        billed = cluster.bill(days * DAY * (1.0 if time is None else time), price)
+        ends.append(None if billed is None or (time is None and price is None) else billed.total)
+    return {"cost_low": ends[0], "cost_high": ends[1]}
 
 
 def _ends(

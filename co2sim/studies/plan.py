@@ -209,7 +209,7 @@ def _check_prices(space: Space, wanted: Objective) -> None:
     for cluster in loaded:
         lacking = power.missing(cluster)
         if lacking and (wanted.power is not None or wanted.want == "least-energy"):
-            sets = " ".join(f"--set {name}={power.NEEDED[name]!r}" for name in lacking)
+            sets = power.sets(cluster, lacking)
             raise OptionError(
                 f"energy needs the power of {cluster.name!r}; {' and '.join(lacking)}"
                 f" {'is' if len(lacking) == 1 else 'are'} not known; give {sets}, say"
@@ -469,8 +469,8 @@ class Search:
         """Score, days, and money or GPU-hours, of a training whose steps take the least."""
         steps, cluster = self._steps[id(setup)], setup.sized.cluster
         days = steps * least.seconds / DAY * _BELOW
-        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
-        spent = days * gpus * (24 if price is None else DAY * price)
+        billed = cluster.bill(days * DAY)
+        spent = days * 24 * cluster.layout.world_size if billed is None else billed.total
         if self._wanted.want == "fastest":
             return days, days, spent
         if self._wanted.want == "cheapest":

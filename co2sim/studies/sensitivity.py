@@ -86,11 +86,13 @@ def _prices(
     if wanted.want != "cheapest" or same:
         return
     for option, factor in ((choice, ratio), (other, 1 / ratio)):
-        price = option.cluster.price_per_gpu
-        if price:
+        bill = option.totals.bill
+        beside = bill.storage + bill.egress if bill else 0.0
+        if bill and bill.compute and option.spent * factor > beside:
             what = f"the price of a GPU of {offer_name(option.case.cluster)}"
             shown = f"{{:,.2f}} {option.cluster.currency}/h".format
-            yield _turn(what, price * 3600, price * 3600 * factor, shown)
+            now = bill.price_per_hour
+            yield _turn(what, now, now * (option.spent * factor - beside) / bill.compute, shown)
 
 
 def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[BreakEven]:

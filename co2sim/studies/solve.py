@@ -197,7 +197,8 @@ class Curve:
                     f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
                 )
             tokens, ends = tokens * factor.factor, factor.ends
-        return View(result, alone, tokens, self._goodput(case, result), ends)
+        cluster = case.load()[0].value.resized(result.gpus)
+        return View(result, alone, tokens, self._goodput(case, result), ends, cluster)
 
     def _goodput(self, case: Question, result: Result) -> tuple[float, float, float] | None:
         """The useful share of the time, and its ends, where the target asks for it."""

@@ -31,7 +31,7 @@ class View:
     `alone` is the result of the same case on one node. `tokens` is how many are to be trained, what
     steps of local updates are worth included. `goodput` is the useful share of the time, with the
     least and the most that it may be; None where nothing fails. `factor_ends` are the ends of what
-    steps are worth, relative to it.
+    steps are worth, relative to it. `cluster` is that of the result, which says what time costs.
     """
 
     result: Result
@@ -39,6 +39,7 @@ class View:
     tokens: float | None = None
     goodput: tuple[float, float, float] | None = None
     factor_ends: tuple[float, float] = (1.0, 1.0)
+    cluster: Cluster | None = None
 
     @property
     def useful(self) -> float:
@@ -109,15 +110,20 @@ def _seconds(view: View) -> float:
 
 
 def _cost(view: View) -> float:
-    return _seconds(view) * view.result.tokens_per_s / 1e9 * _billion(view)
+    assert view.cluster is not None
+    billed = view.cluster.bill(_seconds(view))
+    if billed is None:
+        raise OptionError(_NO_PRICE)
+    return billed.total
+
+
+_NO_PRICE = "the cluster has no price; give one: --set price_per_gpu='2.5 USD/h', say"
 
 
 def _billion(view: View) -> float:
     cost = view.result.cost_per_billion_tokens
     if cost is None:
-        raise OptionError(
-            "the cluster has no price; give one: --set price_per_gpu='2.5 USD/h', say"
-        )
+        raise OptionError(_NO_PRICE)
     return cost
 
 
@@ -413,7 +419,7 @@ def _declared(case: Question, path: str) -> Axis:
     if base is int:
         return Axis(path, "", 1, quantity.most or _MAX_WHOLE, 1)
     low, high = _SEARCHED.get(quantity.unit, (_MIN_SHARE, 1 / _MIN_SHARE))
-    if path.startswith("failures.") and quantity.unit == "s":
+    if path.startswith(("failures.", "contract.")) and quantity.unit == "s":
         low, high = _MINUTE, 1000 * 365.25 * _DAY
     high = min(high, quantity.most or high)
     low = max(low, quantity.least or low)

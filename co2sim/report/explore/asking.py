@@ -155,13 +155,6 @@ def gpu_of(cluster: str) -> str:
     return named if isinstance(named, str) else ""
 
 
-def price_like(gpu: str) -> tuple[str, str] | None:
-    """The newest published price of a GPU, and its name; those that are a median come first."""
-    prices = [rate for name, rate in rates("prices").items() if name.startswith(f"{gpu}-")]
-    prices.sort(key=lambda rate: ("median" in rate.name, rate.date))
-    return (prices[-1].value, prices[-1].name) if gpu and prices else None
-
-
 def _form(strategy: Any) -> dict[str, Any]:
     """The name of a strategy, and its options that are not as usual, as texts."""
     usual = type(strategy)()
@@ -240,7 +233,6 @@ class Asker:
             "asked": asked(question, sliders),
             "strategies": [_form(strategy) for strategy in question.parsed],
             "gpu": gpu,
-            "price": None if hardware.value.price_per_gpu else price_like(gpu),
             "names": [hardware.value.name, trained.value.name],
             "facts": [{**asdict(fact), "path": before + fact.path} for before, fact in facts],
         }

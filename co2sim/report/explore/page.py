@@ -8,6 +8,8 @@ from markupsafe import Markup
 
 from co2sim import __version__
 from co2sim.common.plots import COLOURS
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.contract import BY_THE_HOUR
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
@@ -77,8 +79,20 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
         "price_low": low,
         "price_high": high,
         "currency": cluster.currency,
+        "bill": _bill(cluster),
         "failures": cluster.failures is not None,
         "tokens": question.tokens,
+    }
+
+
+def _bill(cluster: Cluster) -> dict[str, Any]:
+    """What `hardware.contract.bill` needs besides time, GPUs and the plain price (None)."""
+    contract = cluster.contract or BY_THE_HOUR
+    return {
+        "gpus": max(contract.least_gpus, cluster.layout.world_size if contract.whole else 0),
+        "ways": [(least, price if text else None) for text, least, price in contract.offers(0.0)],
+        "storing": contract.storing,
+        "leaving": contract.leaving,
     }
 
 

@@ -10,11 +10,22 @@ from co2sim.catalog import Fact
 from co2sim.common import convert
 from co2sim.common.tables import print_lines, print_table
 from co2sim.common.units import Seconds, counted, duration, figures, scaled
-from co2sim.prediction.power import COMPUTING, NEEDED
+from co2sim.hardware.cluster import Cluster
+from co2sim.prediction import power
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, remark, scale_of, to_loss
-from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
+from co2sim.prediction.totals import (
+    NEEDED,
+    Totals,
+    basis,
+    examples,
+    knee,
+    spent,
+    tokens_of,
+    totals_of,
+)
+from co2sim.report.text.bill import billed
 
 Tokens = Annotated[
     float | None,
@@ -103,10 +114,10 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
     facts = _facts(cases)
     lines = [_useful(cases, trained)]
     if any(totals.power_w is not None for totals in trained):
-        said = {name: _said(facts, name) for name in NEEDED}
+        said = {name: _said(facts, name) for name in power.NEEDED}
         lines.append(
-            f"energy: {COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its idle"
-            f" power{said['gpu.idle_power']} while it waits for others; the rest of a"
+            f"energy: {power.COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its"
+            f" idle power{said['gpu.idle_power']} while it waits for others; the rest of a"
             f" node{said['node_power']}; PUE{said['pue']}"
         )
     if any(totals.co2e_kg is not None for totals in trained):
@@ -115,8 +126,10 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
         )
     if any(totals.cost is not None for totals in trained):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
-    missing = [name for name in EXAMPLES if any(name in totals.missing for totals in trained)]
-    return [*lines, *_lacking(missing)]
+    if len(trained) == len(cases) == 1 and (bill := billed(trained[0], cases[0].load()[0])):
+        lines.append(f"billed: {bill}")
+    missing = [name for name in NEEDED if any(name in totals.missing for totals in trained)]
+    return [*lines, *_lacking(missing, cases[0].load()[0].value)]
 
 
 def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
@@ -142,16 +155,15 @@ def totals_for(
     ]
 
 
-def _lacking(missing: Sequence[str]) -> list[str]:
-    lines = []
-    power = [name for name in missing if name in NEEDED]
+def _lacking(missing: Sequence[str], cluster: Cluster) -> list[str]:
+    lines, of_its_size = [], examples(cluster)
     for names, what in (
         ([name for name in missing if name == "price_per_gpu"], "cost"),
-        (power, "energy"),
+        ([name for name in missing if name in power.NEEDED], "energy"),
         ([name for name in missing if name == "grid_intensity"], "carbon"),
     ):
         if names:
-            sets = " ".join(f"--set {name}={EXAMPLES[name]!r}" for name in names)
+            sets = " ".join(f"--set {name}={of_its_size[name]!r}" for name in names)
             are = "is" if len(names) == 1 else "are"
             lines.append(f"no {what}: {' and '.join(names)} {are} not known; give {sets}, say")
     return lines

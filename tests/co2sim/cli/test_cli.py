@@ -225,7 +225,7 @@ QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]
     ),
     "own": (
         lambda found: found["trained"],
-        lambda found: f"used {100 * found['break_even']:.0f} % of the time",
+        lambda found: f"{found['contract_usd_per_gpu_hour']:.2f} USD a GPU-hour",
     ),
     "solve inter.bandwidth --micro-batch 32 --global-batch 512": (
         lambda found: found[0]["as_it_is"],

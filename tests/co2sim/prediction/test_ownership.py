@@ -4,6 +4,7 @@ import json
 import math
 import tomllib
 from dataclasses import fields, replace
+from datetime import date
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
-from co2sim.catalog.facts import rates
+from co2sim.catalog import load_cluster
+from co2sim.catalog.facts import Rate, rates
 from co2sim.common.units import parse
+from co2sim.prediction import power
 from co2sim.prediction.ownership import Costs, Machine, fat_tree, ownership, spread
 
 HERE = ("own", "-c", "dgx-h100", "-g", "256", "--years", "3")
@@ -105,6 +108,30 @@ def test_at_the_break_even_both_cost_the_same(rent: float, years: float) -> None
 
 
 @MANY
+@given(st.floats(1.0, 20.0), st.floats(0.25, 10), shares)
+def test_with_the_resale_that_turns_it_both_cost_the_same(
+    rent: float, years: float, utilization: float
+) -> None:
+    """What is sold is a part of the price at the end; a resale of each year that leaves it."""
+    costs = replace(COSTS, rent=rent / 3600)
+    even = ownership(costs, MACHINE, years, utilization).kept_to_win
+    assert even is not None
+    assume(1e-6 < even < 1)
+    turned = ownership(replace(costs, resale=even ** (1 / years)), MACHINE, years, utilization)
+    assert turned.per_used_hour == pytest.approx(rent, rel=1e-6)
+
+
+@MANY
+@given(st.floats(0.25, 10), shares)
+def test_a_contract_at_its_price_is_a_rent_that_is_always_used(years: float, used: float) -> None:
+    """Every hour billed is every hour used: at that rent, owning wins from full use on."""
+    price = ownership(COSTS, MACHINE, years, used).per_hour
+    always = ownership(replace(COSTS, rent=price / 3600), MACHINE, years, 1.0)
+    more = (1 - used) * MACHINE.pue * (MACHINE.working - MACHINE.waiting) / 1000
+    assert always.per_hour == pytest.approx(price + more * COSTS.electricity)
+
+
+@MANY
 @given(st.sampled_from(DEARER), st.floats(1, 3))
 def test_dearer_parts_never_make_owning_win_earlier(name: str, factor: float) -> None:
     """The break-even rises with every price."""
@@ -140,7 +167,7 @@ UNITS = {"nodes": "USD", "electricity": "USD/kWh"}
 
 
 def test_every_number_has_a_source_a_date_and_ends_around_it() -> None:
-    """Of nodes, electricity, prices, grids and all else; a node is rented at a listed price."""
+    """Of nodes, electricity, prices, grids and all else."""
     for kind in ("nodes", "electricity", "ownership", "prices", "grids"):
         for name, rate in rates(kind).items():  # type: ignore[arg-type]
             value, *ends = (
@@ -150,7 +177,6 @@ def test_every_number_has_a_source_a_date_and_ends_around_it() -> None:
             assert all(end is None for end in ends) or ends[0] <= value <= ends[1], name
             assert rate.date[:2] == "20"
             assert len(rate.source) > 20
-            assert rate.rent is None or rate.rent in rates("prices")
             if kind in UNITS:
                 assert parse(rate.value, UNITS[kind]) == value  # type: ignore[arg-type]
 
@@ -165,3 +191,35 @@ def test_every_number_of_owning_can_be_set(cli: Command) -> None:
         assert (changed["low"], changed["source"]) == (None, "set by the user")
     rented = answer(cli, "--set", "price_per_gpu=4 USD/h")
     assert rented["rent_usd_per_gpu_hour"] == pytest.approx(4)
+
+
+def test_the_answer_fits_a_screen_and_its_tables_follow_on_request(cli: Command) -> None:
+    """At most 15 lines; all parts with their prices are in the full output."""
+    assert cli(*HERE).out.count("\n") <= 15
+    full = cli(*HERE, "--full").out
+    assert all(part in full for part in answer(cli)["parts"])
+
+
+def test_prices_of_more_than_two_years_ago_are_marked() -> None:
+    """By the month, and by the year where no month is known."""
+    now = date(2026, 11, 30)
+    for text, old in (("2024-10-31", True), ("2024-11", False), ("2023", True), ("2026-05", False)):
+        rate = Rate(name="", value="", date=text, source="")
+        assert (rate.dated(now) != text[:7]) == old
+
+
+def test_an_example_of_the_power_of_a_node_grows_with_its_gpus() -> None:
+    """Of a DGX H100 it is what was measured there, of a rack of 72 GPUs of 1.2 kW 43.2 kW."""
+    node, rack = load_cluster("dgx-h100"), load_cluster("gb200-nvl72").value
+    measured = next(fact.value for fact in node.facts if fact.path == "node_power")
+    assert power.examples(node.value)["node_power"] == measured
+    assert parse(power.examples(rack)["node_power"], "W") == pytest.approx(0.5 * 72 * 1200)
+
+
+def test_a_rack_draws_what_a_rack_draws() -> None:
+    """All GPUs at their TDP, and the rest: 120 to 135 kW."""
+    for name in ("gb200-nvl72", "gb300-nvl72", "nd-gb200-v6"):
+        rack = load_cluster(name).value
+        assert rack.node_power is not None
+        assert rack.gpu.tdp is not None
+        assert 120e3 <= rack.node_power + rack.gpus_per_node * rack.gpu.tdp <= 135e3

@@ -114,7 +114,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
         assert found.time_s == pytest.approx(1000 * factor * result.step_time_s)
         assert found.cost == pytest.approx(16 * 2 / 3600 * found.time_s)
         assert found.currency == "USD"
-    free = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
+    free = simulate("a800-1600g", "gpt2-small", "ddp", gpus=16)
     assert to_loss(free, Goal(steps=10)).cost is None  # type: ignore[union-attr]
     late = simulate("a100-tcp80", "gpt2-small", "co2.published(staleness=2)", gpus=16)
     assert to_loss(late, Goal(steps=10)) is None

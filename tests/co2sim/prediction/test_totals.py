@@ -36,6 +36,8 @@ def cluster(**changes: object) -> Cluster:
     numbers = {
         "gpu": gpu,
         "price_per_gpu": 1 / 3600,
+        "price_low": None,
+        "price_high": None,
         "node_power": 1000.0,
         "pue": 1.5,
         "grid_intensity": 0.1,
@@ -126,7 +128,11 @@ def test_solve_has_the_ends_of_totals() -> None:
     uncertain = replace(uncertain, **numbers)  # type: ignore[arg-type]
     found = known(totals(uncertain, cluster(), 1e9, goodput=0.8, goodput_ends=(0.7, 0.9)))
     view = View(
-        uncertain, tokens=found.trained, goodput=(0.8, 0.7, 0.9), factor_ends=found.factor.ends
+        uncertain,
+        tokens=found.trained,
+        goodput=(0.8, 0.7, 0.9),
+        factor_ends=found.factor.ends,
+        cluster=cluster(),
     )
     for end, days, cost in (
         ("low", found.days_high, found.cost_high),

@@ -447,16 +447,18 @@ def test_another_cluster_resets_what_belongs_to_the_last(opened: Open, served: s
 
 
 @NIGHTLY
-def test_a_price_is_proposed_and_what_would_fit_is_said(opened: Open, served: str) -> None:
-    """The price by its name in the catalog; changes of a strategy that does not fit."""
+def test_a_price_is_asked_for_and_what_would_fit_is_said(opened: Open, served: str) -> None:
+    """Where none is known; changes of a strategy that does not fit."""
     explorer = opened(f"{served}#&cluster=dgx-h100&model=llama-13b&strategy=ddp")
     assert "DOES NOT FIT" in explorer.table()["ddp"]["GiB"]
     expect(explorer.page.locator("#fitting")).to_contain_text("what would fit")
-    explorer.page.get_by_role("button", name="h100-median-2026-05").click()
-    expect(explorer.page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
-    expect(explorer.page.locator("#price")).to_have_value("h100-median-2026-05")
     expect(explorer.page.locator("#price-hint")).to_be_hidden()
-    explorer.ready()
+    without = opened(f"{served}#&cluster=a800-1600g&model=llama-13b&strategy=fsdp")
+    expect(without.page.locator("#price-hint")).to_be_visible()
+    without.fill("price", "5 USD/h")
+    expect(without.page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
+    expect(without.page.locator("#price-hint")).to_be_hidden()
+    without.ready()
 
 
 # ---- for everybody

@@ -262,7 +262,7 @@ def test_what_is_no_chart_is_refused_in_words(sizes: pd.DataFrame) -> None:
         with pytest.raises(OptionError, match=f"'{column}'"):
             co2sim.plot(sizes, column)
     with pytest.raises(OptionError, match="'cost_per"):
-        co2sim.plot(sizes, "cost_per_billion_tokens")
+        co2sim.plot(sizes.assign(cost_per_billion_tokens=None), "cost_per_billion_tokens")
     with pytest.raises(OptionError, match="Result"):
         co2sim.plot([1.0, 2.0])  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=r"8,000.* 5,000"):

@@ -216,7 +216,7 @@ def numbers(text: str, unit: str) -> list[str]:
 
 def test_without_prices_days_are_drawn_over_gpus() -> None:
     """Those of the totals, with their intervals; with prices money is drawn over days instead."""
-    study = study_of(tokens=1e9)
+    study = study_of(["a800-1600g"], tokens=1e9)
     figure, *others = sections.money(study.all, STRATEGIES).figures
     assert others == []
     assert figure.chart

@@ -21,6 +21,7 @@ from co2sim.catalog import DEFAULT_STACK, load_stack
 from co2sim.common import convert
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
+from co2sim.hardware.contract import Contract
 from co2sim.prediction import driver
 from co2sim.prediction.choose import fits
 from co2sim.prediction.question import Question
@@ -55,7 +56,13 @@ def offers(tmp_path: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def offer(name: str, price: float | None, bandwidth: float, memory: float = 1e11) -> Cluster:
+def offer(
+    name: str,
+    price: float | None,
+    bandwidth: float,
+    memory: float = 1e11,
+    contract: Contract | None = None,
+) -> Cluster:
     """A tiny cluster of four nodes of two GPUs, at a price in USD per hour."""
     return tiny.cluster(
         4,
@@ -66,6 +73,7 @@ def offer(name: str, price: float | None, bandwidth: float, memory: float = 1e11
         pue=1.3,
         inter=Link(bandwidth),
         price_per_gpu=None if price is None else price / 3600,
+        contract=contract,
     )
 
 
@@ -112,6 +120,15 @@ FEWER = settings(max_examples=settings.default.max_examples // 8)
     want=st.sampled_from(["cheapest", "fastest", "least-energy"]),
     deadline=st.one_of(st.none(), st.floats(0.01, 1.0)),
     budget=st.one_of(st.none(), st.floats(0.5, 50.0)),
+    contract=st.one_of(
+        st.none(),
+        st.builds(
+            Contract,
+            term=st.floats(0, 86400.0),
+            whole=st.booleans(),
+            reserved=st.dictionaries(st.sampled_from(("2 h", "1 day")), st.floats(1e-4, 1e-3)),
+        ),
+    ),
 )
 def test_it_finds_what_simulating_all_candidates_finds(
     prices: tuple[float, float],
@@ -119,9 +136,13 @@ def test_it_finds_what_simulating_all_candidates_finds(
     want: Want,
     deadline: float | None,
     budget: float | None,
+    contract: Contract | None,
 ) -> None:
     """The choice, its gamble, the best of another group, and the front; without simulating all."""
-    space = space_of(offer("a", prices[0], bandwidths[0]), offer("b", prices[1], bandwidths[1]))
+    space = space_of(
+        offer("a", prices[0], bandwidths[0], contract=contract),
+        offer("b", prices[1], bandwidths[1]),
+    )
     wanted = Objective(want=want, tokens=1e9, deadline=deadline, budget=budget)
     found, all_ = plan(space, wanted), brute_force(space, wanted)
     if not all_:

@@ -8,7 +8,7 @@ const NOTHING = 1e-6; // a useful time below which nothing gets done, as in co2s
 const options = { renderer: "svg", ast: true, actions: false };
 const source = content.server ? serverSource(content.server) : gridSource(content.grid);
 
-let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, gpus, failures, tokens }
+let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, bill, gpus, failures, tokens }
 let state = null; // { positions, hidden, tokens, x, y, kept }
 
 // ---- what follows from figures by arithmetic
@@ -24,6 +24,12 @@ function joined(days, end, factor) {
   if (days === null || factor === null || factor === 1) return end;
   const reach = Math.hypot(Math.log((end ?? days) / days), Math.log(factor));
   return days * Math.exp(factor > 1 ? reach : -reach);
+}
+
+// what a time on some GPUs costs at this plain price, as in co2sim/hardware/contract.py
+function billed(bill, gpus, seconds, rate) {
+  const each = bill.ways.map(([least, reserved]) => Math.max(seconds, least) * (reserved ?? rate));
+  return Math.max(gpus, bill.gpus) * Math.min(...each) + bill.storing * seconds + bill.leaving;
 }
 
 function derived(figures, positions, about) {
@@ -46,7 +52,7 @@ function derived(figures, positions, about) {
   const slow = known ? days(found.low, failing ? Math.max(1 - figures.lost_most, least) : 1) : null;
   found.days_low = joined(found.days, fast, figures.factor_low);
   found.days_high = joined(found.days, slow, figures.factor_high);
-  const cost = (time, rate) => (time === null || price === null ? null : time * DAY * gpus * rate);
+  const cost = (time, rate) => (time === null || price === null ? null : billed(about.bill, gpus, time * DAY, rate));
   const given = positions[place("price_per_gpu", about)] === about.controls[place("price_per_gpu", about)]?.at;
   const [cheap, dear] = given ? [about.price_low, about.price_high] : [null, null];
   found.cost = cost(found.days, price);

@@ -162,16 +162,10 @@ function serverSource(server) {
     document.title = title;
   }
 
-  // What is published where the cluster has no price: one press takes it.
-  function priced({ price, gpu, asked: about }) {
+  function priced({ asked: about }) {
     const hint = field("price-hint");
     hint.hidden = about.price !== null;
-    hint.textContent = price ? `No price of this cluster is known; one of ${gpu} is published. ` : "No price is known, so days have no cost. Give one, such as 2.5 USD/h.";
-    if (!price) return;
-    const [text, name] = price;
-    const take = Object.assign(document.createElement("button"), { type: "button", textContent: `Take ${text} (${name})` });
-    take.addEventListener("click", () => change({ ...latest, set: { ...latest.set, price_per_gpu: name } }, field("price-wrong"), ["price_per_gpu"]));
-    hint.append(take);
+    hint.textContent = "No price is known, so days have no cost. Give one, such as 2.5 USD/h.";
   }
 
   function listed(id, pairs) {
