@@ -131,17 +131,22 @@ class Goal:
     """The loss to reach, as a number of steps of DDP (None: none is asked for), and own factors.
 
     `factors` maps names of strategies, "co2", or strategies with options, "co2(tau=48)", to
-    numbers. Raises OptionError for what is unknown or out of range.
+    numbers. `project` is how many times as long as one training a whole project takes, 1 or more;
+    None: one training is asked for. Raises OptionError for what is unknown or out of range.
     """
 
     steps: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
+    project: float | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers, and name strategies as results do."""
         if self.steps is not None:
             steps = whole("steps of ddp to the loss", self.steps, 1, _MAX_STEPS)
             object.__setattr__(self, "steps", steps)
+        if self.project is not None:
+            project = between("the factor of a project", self.project, 1, _MAX_FACTOR)
+            object.__setattr__(self, "project", project)
         named: dict[str, float] = {}
         for text, factor in self.factors.items():
             strategy = parse(text)

@@ -13,6 +13,7 @@ from co2sim.common.units import Watts
 from co2sim.common.validation import between, fraction
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import power, step_factors
+from co2sim.prediction.counted import CountedFailures, counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import (
@@ -39,9 +40,11 @@ class Totals:
     """What a training of a number of tokens, or of the model's units, takes.
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
-    `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.
-    `cost` is in `currency`; both are None without a price. `power_w` is the average of all
-    nodes at the meter: with what cooling and distribution take (PUE).
+    `factor`. `failures` are what is counted of them, None where none are. They leave `goodput`, a
+    share of the time, for useful work; on average `useful_tokens_per_s` are trained. All amounts
+    are `project` times those of one training, as a whole project takes more (`whole`). `cost` is in
+    `currency`; both are None without a price. `power_w` is the average of all nodes at the meter:
+    with what cooling and distribution take (PUE).
 
     `_low` and `_high` are the ends of an interval. That of days has the 90 % interval of the speed,
     with the range of the goodput at the same end, and the range of the step factor, joined in
@@ -54,7 +57,10 @@ class Totals:
     tokens: float
     trained: float
     factor: StepFactor
+    failures: CountedFailures | None
     goodput: float
+    project: float
+    useful_tokens_per_s: float
     days: float
     days_low: float | None
     days_high: float | None
@@ -78,25 +84,25 @@ def totals(
     cluster: Cluster,
     tokens: float,
     goal: Goal = NO_GOAL,
-    goodput: float = 1.0,
-    goodput_ends: tuple[float, float] | None = None,
+    failures: CountedFailures | None = None,
 ) -> Totals | None:
     """What it takes to train `tokens`; None where no step factor is known.
 
     `cluster` is that of the result, with its number of GPUs. All the time GPUs are paid for and
-    draw the power of training, whatever the goodput: work that is lost is done again.
-    `goodput_ends` are the least and the most that it may be. Raises OptionError for tokens or a
-    goodput out of range.
+    draw the power of training, whatever part of it is useful: work that is lost is done again.
+    Raises OptionError for tokens out of range, and where failures leave no time for work.
     """
     tokens = tokens_of(tokens)
-    goodput = fraction("goodput", goodput)
+    goodput = fraction("useful time", failures.useful) if failures else 1.0
     assert cluster.layout.world_size == result.gpus
     factor = step_factor(result.strategy, scale_of(result), goal)
     if factor is None:
         return None
     trained = tokens * factor.factor
-    days = trained / result.tokens_per_s / goodput / DAY
-    least, most = (share / goodput for share in goodput_ends or (goodput, goodput))
+    project = goal.project or 1.0
+    days = trained / result.tokens_per_s / goodput / DAY * project
+    shares = (failures.low, failures.high) if failures else (1.0, 1.0)
+    least, most = (share / goodput for share in shares)
     ends = [
         joined(_longer(result, speed, share), end)
         for speed, share, end in (
@@ -105,7 +111,7 @@ def totals(
         )
     ]
     billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
-    cost = None if billion is None else billion * trained / 1e9 / goodput
+    cost = None if billion is None else billion * trained / 1e9 / goodput * project
     watts, grid = power.power(result, cluster), cluster.grid_intensity
     energy = None if watts is None else watts / 1000 * days * 24
     carbon = None if energy is None or grid is None else energy * grid
@@ -115,7 +121,10 @@ def totals(
         tokens=tokens,
         trained=trained,
         factor=factor,
+        failures=failures,
         goodput=goodput,
+        project=project,
+        useful_tokens_per_s=result.tokens_per_s * goodput,
         days=days,
         **_ends("days", days, ends),
         gpu_hours=days * 24 * result.gpus,
@@ -131,21 +140,22 @@ def totals(
     )
 
 
+def days_without_failures(result: Result, tokens: float, goal: Goal = NO_GOAL) -> float:
+    """The days of a training in which nothing fails; 0 where no step factor is known."""
+    factor = step_factor(result.strategy, scale_of(result), goal)
+    return 0.0 if factor is None else tokens * factor.factor / result.tokens_per_s / DAY
+
+
 def totals_of(case: Question, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
-    """`totals` of a case and its result; failures of its cluster count.
+    """`totals` of a case and its result, with failures as `counted` says.
 
     Raises OptionError where they leave no time for work.
     """
     entries = case.load()
     cluster, model = entries[0].value, entries[1].value
-    sized = cluster.resized(result.gpus)
-    if cluster.failures is None:
-        return totals(result, sized, tokens, goal)
-    from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy, only when needed
-
-    share = goodput_of(result, cluster, model, optimizer=case.optimizer)
-    assert share is not None
-    return totals(result, sized, tokens, goal, share.useful, (share.low, share.high))
+    days = days_without_failures(result, tokens, goal)
+    failures = counted_failures(result, cluster, model, days, optimizer=case.optimizer)
+    return totals(result, cluster.resized(result.gpus), tokens, goal, failures)
 
 
 def knee(options: Sequence[Totals]) -> int:

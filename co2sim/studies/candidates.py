@@ -610,7 +610,7 @@ def command_of(case: Question, command: str = "run") -> str:
 
 
 def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str:
-    """The command with the tokens to train, and with the user's own step factors."""
+    """The command with the tokens to train, the user's own step factors, and that of a project."""
     more = (
         []
         if tokens is None
@@ -618,6 +618,8 @@ def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str
     )
     for name, factor in goal.factors.items():
         more += ["--steps-factor", f"{name}={factor!r}"]
+    if goal.project is not None:
+        more += ["--project", f"{goal.project:g}"]
     return f"{command} {shlex.join(more)}" if more else command
 
 

@@ -35,7 +35,9 @@ TOTAL = "memory_total_bytes"
 TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
 """Columns of what it takes to the loss of a goal."""
 TOTALS = tuple(
-    f.name for f in fields(Totals) if f.name not in {"factor", "goodput", "currency", "missing"}
+    f.name
+    for f in fields(Totals)
+    if f.name not in {"factor", "failures", "goodput", "project", "currency", "missing"}
 )
 """Columns of what the training of a number of tokens takes."""
 

@@ -101,7 +101,7 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
     if not trained:
         return []
     facts = _facts(cases)
-    lines = [_useful(cases, trained)]
+    lines = [f"counted: {counted_words(trained)}"]
     if any(totals.power_w is not None for totals in trained):
         said = {name: _said(facts, name) for name in NEEDED}
         lines.append(
@@ -119,15 +119,26 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
     return [*lines, *_lacking(missing)]
 
 
-def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
-    """What is said of failures."""
-    clusters = [case.load()[0].value for case in cases]
-    names = {c.failures.name or "as given" for c in clusters if c.failures}
-    if not names:
-        return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
-    least, most = (end(totals.goodput for totals in trained) for end in (min, max))
-    share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
-    return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
+def counted_words(trained: Sequence[Totals]) -> str:
+    """What is counted of failures, in a line: whose, and the useful time that they leave."""
+    counted = [totals.failures for totals in trained if totals.failures]
+    if not counted:
+        return (
+            "no failures: in a week or less few are met (--set failures=published counts them),"
+            " or none were asked for"
+        )
+    least, most = (end(each.useful for each in counted) for end in (min, max))
+    words = counted[0].words
+    if len(counted) > 1:
+        named = " or ".join(dict.fromkeys(each.name for each in counted))
+        words = f"failures {named}: {_share(least)} to {_share(most)} useful time"
+    if any(each.assumed for each in counted):
+        words += "; --set failures=none counts none"
+    return words
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def totals_for(

@@ -13,6 +13,7 @@ from goodput_simulation import NAMES, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
 from scipy.stats import poisson
 
 from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
@@ -79,6 +80,16 @@ def test_shares_sum_to_one(rate: float, every: float, saving: Saving, after: Res
 def test_young_is_that_of_his_paper() -> None:
     """A copy that takes a fiftieth of the mean time between failures, by hand."""
     assert young(1.0, 0.02) == pytest.approx(0.2)
+
+
+@given(st.floats(-7.5, 2).map(lambda power: 10**power))
+def test_the_best_interval_is_that_of_lamberts_function(cost: float) -> None:
+    """The work between copies, in mean times between failures, solves its equation as SciPy does.
+
+    Daly (2006, eq. 20) has its first orders; the cancellation in 1 + W costs SciPy's digits.
+    """
+    best = best_interval(1.0, Saving(blocking=cost))
+    assert best == pytest.approx(1 + lambertw(-math.exp(-cost - 1)).real, abs=2e-8)
 
 
 def test_erlang_loss_is_that_of_the_tables() -> None:
