@@ -23,6 +23,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, days_without_failures, totals
+from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals as totals_text
 from co2sim.report.text.result import print_assumed, question
 from co2sim.report.text.screen import Screen, print_screen
@@ -117,8 +118,8 @@ def _answer(
     needed = None
     if tokens is not None:
         count = failures_of(hardware, days_without_failures(result, tokens, goal)) is not None
-        sized, counted = hardware.resized(result.gpus), counted_of(found, hardware)
-        needed = totals(result, sized, tokens, goal, counted if count else None)
+        counts = counted_of(found, hardware) if count else None
+        needed = totals(result, hardware.resized(result.gpus), tokens, goal, counts)
     spot = spot_of(failures, trained, every)
     return _Answer(case, result, found, spot, needed, hardware.failures is None)
 
@@ -249,26 +250,44 @@ def _screen(answers: Sequence[_Answer]) -> Screen:
     rows = [("counted", _counted(best))]
     if best.totals and best.totals.failures is None:
         rows.append(("not", "failures in days and cost: as in `co2sim run`, only above a week"))
-    rows.append(("saves", _saves(best.found)))
-    rows.append(("loses", _largest(best.found)))
+    rows.append(("saves", f"{_saves(best.found)}; {_largest(best.found)}"))
     if best.spot:
         rows.append(("spot", spot_words(best.spot, best.result)))
+    if whole := whole_words(best.case, best.totals):
+        rows.append(("whole", whole))
     misfits = [each.title for each in answers if not each.result.fits_in_memory]
     rows.insert(0, ("memory", f"{', '.join(misfits)}: too large" if misfits else "fits"))
+    known = []
+    if best.totals:
+        known = ["days", "GPU-hours" if best.totals.cost is None else f"{best.totals.currency}"]
+    trained = [_spent(each.totals) for each in answers]
     said = [f"{best.result.strategy}: {_useful(best.result, best.found)}."]
     if best.totals:
         said.append(f"{totals_text.in_short(best.totals, best.result.unit)}.")
     return Screen(
         answer=said,
-        columns=["strategy", *_SHARES, "low", "high", *(["days"] if best.totals else [])],
-        table=[
-            [*_row(each), *([totals_text.ranged(each.totals, "days")] if each.totals else [])]
-            for each in answers
-        ]
+        columns=["strategy", "useful", "low", "high", f"{best.result.unit}s/s", *known],
+        table=[[*_brief_row(each), *cells] for each, cells in zip(answers, trained, strict=True)]
         if len(answers) > 1
         else [],
         rows=rows,
     )
+
+
+def _spent(needed: Totals | None) -> list[str]:
+    """Days and money, or GPU-hours where there is no price."""
+    if needed is None:
+        return []
+    money = f"{needed.gpu_hours:,.0f}"
+    if needed.cost is not None:
+        money = totals_text.ranged(needed, "cost")
+    return [totals_text.ranged(needed, "days"), money]
+
+
+def _brief_row(answer: _Answer) -> list[str]:
+    found = answer.found
+    shares = [_percent(share) for share in (found.useful, found.low, found.high)]
+    return [answer.title, *shares, f"{answer.result.tokens_per_s * found.useful:,.0f}"]
 
 
 def _worth(answer: _Answer) -> float:
@@ -280,9 +299,14 @@ def _worth(answer: _Answer) -> float:
 
 def _counted(answer: _Answer) -> str:
     """Whose failures these are, and how often one is met."""
-    name = answer.found.failures.name or "as given"
-    named = " (none are named: --set failures=...)" if answer.assumed else ""
-    return f"failures {name}{named}: {'; '.join(_fails(answer.result, answer.found))}"
+    found, every = answer.found, 1 / answer.found.failures_per_second
+    ends = [timespan(every / rate) for rate in (found.failures.rate_high, found.failures.rate_low)]
+    span = f" ({' to '.join(ends)})" if ends[0] != ends[1] else ""
+    name = found.failures.name or "as given"
+    alone = f"; {found.workers.count:,} workers stop alone" if found.workers else ""
+    named = "; --set failures= names others" if answer.assumed else ""
+    gpus = counted(answer.result.gpus, "GPU")
+    return f"failures {name}: one in {timespan(every)}{span} on {gpus}{alone}{named}"
 
 
 def _print(out: Console, answers: Sequence[_Answer]) -> None:

@@ -25,7 +25,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
 from co2sim.prediction.question import OPEN_BATCH, Question
-from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_factors import ONE_TRAINING, Goal, Project
+from co2sim.prediction.whole import PUBLISHED, read_project
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -283,13 +284,15 @@ StepsFactor = Annotated[
 ]
 
 
-Project = Annotated[
-    float | None,
+WholeProject = Annotated[
+    Project | None,
     typer.Option(
-        parser=partial(convert.number, "--project"),
+        "--project",
+        parser=read_project,
         metavar="N",
-        help="Times that a whole project takes as long as one training: restarts, failed attempts,"
-        " evaluations and trials. Days, money and energy are those of the project.",
+        help="Times that a whole project takes as long as one training, for restarts, failed"
+        f" attempts, evaluations and trials; or {PUBLISHED}: as published trainings took beside"
+        " their prediction. Days, money and energy are those of the project.",
     ),
 ]
 
@@ -304,7 +307,7 @@ def _goal(values: dict[str, Any]) -> Goal:
         if name in factors:
             raise OptionError(f"--steps-factor {name} is given twice")
         factors[name] = convert.number(f"--steps-factor {name}", value)
-    project = values["project"]
+    project = values["project"] or ONE_TRAINING
     return Goal(steps=values.get("to_loss_steps"), factors=factors, project=project)
 
 
@@ -312,7 +315,7 @@ def _optional(name: str, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-_FACTORS = (_optional("steps_factor", StepsFactor), _optional("project", Project))
+_FACTORS = (_optional("steps_factor", StepsFactor), _optional("project", WholeProject))
 
 
 def factor_options(command: Callable[..., None]) -> Callable[..., None]:

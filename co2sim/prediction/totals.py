@@ -47,11 +47,11 @@ class Totals:
     with what cooling and distribution take (PUE).
 
     `_low` and `_high` are the ends of an interval. That of days has the 90 % interval of the speed,
-    with the range of the goodput at the same end, and the range of the step factor, joined in
-    quadrature (`step_factors.joined`). The cost has the range of the price besides, and carbon that
-    of the grid: these are offers and places, not errors, so that low goes with low. None where none
-    is known; a factor that is a lower bound widens only the low end. `missing` are the numbers of
-    the cluster without which a figure is None.
+    with the range of the goodput at the same end, and the ranges of the step factor and of the
+    project, joined in quadrature (`step_factors.joined`). The cost has the range of the price
+    besides, and carbon that of the grid: these are offers and places, not errors, so that low goes
+    with low. None where none is known; a factor that is a lower bound widens only the low end.
+    `missing` are the numbers of the cluster without which a figure is None.
     """
 
     tokens: float
@@ -99,15 +99,16 @@ def totals(
     if factor is None:
         return None
     trained = tokens * factor.factor
-    project = goal.project or 1.0
+    project = goal.project.factor
     days = trained / result.tokens_per_s / goodput / DAY * project
     shares = (failures.low, failures.high) if failures else (1.0, 1.0)
     least, most = (share / goodput for share in shares)
+    shorter, longer = goal.project.ends
     ends = [
-        joined(_longer(result, speed, share), end)
-        for speed, share, end in (
-            (result.tokens_per_s_high, most, factor.ends[0]),
-            (result.tokens_per_s_low, least, factor.ends[1]),
+        joined(joined(_longer(result, speed, share), end), whole)
+        for speed, share, end, whole in (
+            (result.tokens_per_s_high, most, factor.ends[0], shorter),
+            (result.tokens_per_s_low, least, factor.ends[1], longer),
         )
     ]
     billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu

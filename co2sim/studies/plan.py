@@ -500,7 +500,7 @@ def _steps(setup: Setup, wanted: Objective) -> float:
     case = setup.case
     factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
     trained = wanted.tokens * (1.0 if factor is None else factor.factor)
-    trained *= wanted.goal.project or 1.0
+    trained *= wanted.goal.project.factor
     return trained / (setup.global_batch * setup.sized.model.tokens)
 
 

@@ -201,7 +201,7 @@ class Curve:
             tokens, ends = tokens * factor.factor, factor.ends
         goodput = self._goodput(case, result, tokens)
         if tokens is not None:
-            tokens *= self._goal.project or 1.0
+            tokens *= self._goal.project.factor
         return View(result, alone, tokens, goodput, ends)
 
     def _goodput(

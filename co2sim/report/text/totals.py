@@ -15,6 +15,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, remark, scale_of, to_loss
 from co2sim.prediction.totals import EXAMPLES, Totals, basis, knee, spent, tokens_of, totals_of
+from co2sim.prediction.whole import whole_words
 
 Tokens = Annotated[
     float | None,
@@ -97,11 +98,14 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
 
 def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
+    every = list(every)
     trained = [totals for totals in every if totals is not None]
     if not trained:
         return []
     facts = _facts(cases)
     lines = [f"counted: {counted_words(trained)}"]
+    beside = (whole_words(case, totals) for case, totals in zip(cases, every, strict=True))
+    lines += [f"whole: {words}" for words in beside if words][:1]
     if any(totals.power_w is not None for totals in trained):
         said = {name: _said(facts, name) for name in NEEDED}
         lines.append(

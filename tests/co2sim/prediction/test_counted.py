@@ -13,6 +13,7 @@ from co2sim import Goal, Question, run, totals_of
 from co2sim.catalog import load_cluster, load_failures, names
 from co2sim.hardware.failures import Failures
 from co2sim.prediction.counted import DEFAULT, WEEK, counted_failures, failures_of
+from co2sim.prediction.step_factors import Project
 from co2sim.prediction.totals import DAY
 
 CASE = Question(cluster="dgx-h100", model="gpt2-xl", strategy="fsdp", gpus=64, micro_batch=4)
@@ -104,7 +105,7 @@ def test_run_plan_and_goodput_take_as_many_days(cli: Command, tokens: str) -> No
 def test_a_project_takes_as_many_times_as_long() -> None:
     """All amounts are those of one training times the factor; its speed is the same."""
     one = totals_of(CASE, RESULT, 10 * A_WEEK)
-    whole = totals_of(CASE, RESULT, 10 * A_WEEK, Goal(project=1.5))
+    whole = totals_of(CASE, RESULT, 10 * A_WEEK, Goal(project=Project(1.5)))
     for name in ("days", "days_low", "days_high", "gpu_hours", "energy_kwh"):
         assert getattr(whole, name) == pytest.approx(1.5 * getattr(one, name))
     assert whole.useful_tokens_per_s == one.useful_tokens_per_s
