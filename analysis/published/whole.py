@@ -102,10 +102,14 @@ def summary(rows: Sequence[Whole]) -> Iterator[str]:
 
 
 def assumed(rows: Sequence[Whole]) -> Iterator[str]:
-    """What is not published of the settings, a line each; and what does not fit in memory."""
+    """What is not published of the settings, and what does not fit in memory."""
+    named: dict[str, list[str]] = {}
     for row in rows:
         if row.training.setting:
-            yield f"assumed of {row.training.name}: {row.training.setting['assumed']}"
+            named.setdefault(row.training.setting["assumed"], []).append(row.training.name)
+    for what, of in named.items():
+        yield f"assumed of {', '.join(of)}: {what}"
+    for row in rows:
         if row.result is not None and not row.result.fits_in_memory:
             yield f"warning: {row.training.name} does not fit in memory as it is predicted"
 

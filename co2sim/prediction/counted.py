@@ -1,7 +1,7 @@
 """Which failures an answer counts, and what part of the time they leave.
 
 Those of the cluster, if it names any. Else a training of more than a week counts those of published
-jobs (`co2sim show failures published` has the numbers and their sources): nothing that runs for
+jobs (`co2sim list published` has the numbers and their sources): nothing that runs for
 weeks on many GPUs runs through. `--set failures=none` counts none.
 """
 
