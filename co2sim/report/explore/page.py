@@ -8,6 +8,7 @@ from markupsafe import Markup
 
 from co2sim import __version__
 from co2sim.common.plots import COLOURS
+from co2sim.prediction.counted import WEEK
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
@@ -78,6 +79,8 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
         "price_high": high,
         "currency": cluster.currency,
         "failures": cluster.failures is not None,
+        "week": WEEK,
+        "project": [question.goal.project.factor, *question.goal.project.ends],
         "tokens": question.tokens,
     }
 

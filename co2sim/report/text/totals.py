@@ -86,7 +86,10 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
         "kW": lambda totals: "-" if totals.power_w is None else figures(totals.power_w / 1000),
         "kWh": lambda totals: ranged(totals, "energy_kwh"),
         "kg CO2e": lambda totals: ranged(totals, "co2e_kg"),
-        "useful time": lambda totals: f"{totals.goodput:.1%}" if totals.goodput < 1 else "-",
+        # of failures that nobody named a line says it
+        "useful time": lambda totals: (
+            f"{totals.goodput:.1%}" if totals.failures and not totals.failures.assumed else "-"
+        ),
     }
     cells = {
         head: ["-" if totals is None else cell(totals) for totals in every]
