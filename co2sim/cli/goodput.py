@@ -27,7 +27,7 @@ from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals as totals_text
 from co2sim.report.text.result import print_assumed, question
 from co2sim.report.text.screen import Screen, print_screen
-from co2sim.studies.candidates import command_of
+from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
 
 _SHARES = ("useful", "checkpoint", "lost", "restart", "waiting")
@@ -43,7 +43,8 @@ _LOSSES = {
 class _Answer:
     """One strategy: its result, its goodput, and what spot nodes are worth where it has them.
 
-    `totals` are those of the tokens to train; None without them.
+    `totals` are those of the tokens to train; None without them. `assumed`: the failures are those
+    of published jobs, as the cluster names none. `command` repeats it.
     """
 
     case: Question
@@ -52,6 +53,7 @@ class _Answer:
     spot: Spot | None
     totals: Totals | None
     assumed: bool
+    command: str
 
     @property
     def title(self) -> str:
@@ -121,7 +123,8 @@ def _answer(
         counts = counted_of(found, hardware) if count else None
         needed = totals(result, hardware.resized(result.gpus), tokens, goal, counts)
     spot = spot_of(failures, trained, every)
-    return _Answer(case, result, found, spot, needed, hardware.failures is None)
+    command = with_tokens(command_of(case, "goodput"), tokens, goal)
+    return _Answer(case, result, found, spot, needed, hardware.failures is None, command)
 
 
 def words(result: Result, goodput: Goodput) -> str:
@@ -394,5 +397,5 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "after_a_failure": algorithm(goodput),
         "fits_in_memory": result.fits_in_memory,
         "assumed": [asdict(fact) for fact in result.assumed],
-        "command": command_of(answer.case, "goodput"),
+        "command": answer.command,
     }

@@ -25,7 +25,7 @@ WEEK = 7.0
 class CountedFailures:
     """What failures leave of the time: `shares` of it, of which the useful one is `low` to `high`.
 
-    Something fails `every` so many seconds on average, anywhere on the job's GPUs. `assumed`: the
+    Something fails `every` seconds on average, anywhere on the job's GPUs. `assumed`: the
     cluster names no failures, and these are those of published jobs.
     """
 
@@ -54,7 +54,7 @@ class CountedFailures:
 
 
 def failures_of(cluster: Cluster, days: float) -> Failures | None:
-    """The failures that a training counts which takes so many days without them; None: none."""
+    """The failures that a training counts which takes `days` without them; None: none."""
     if cluster.failures is not None or not cluster.count_failures or days <= WEEK:
         return cluster.failures
     return load_failures(DEFAULT).value
@@ -63,7 +63,7 @@ def failures_of(cluster: Cluster, days: float) -> Failures | None:
 def counted_failures(
     result: Result, cluster: Cluster, model: Model, days: float, *, optimizer: Optimizer = "adamw"
 ) -> CountedFailures | None:
-    """What failures leave of a training of so many days without them; None where none count.
+    """What failures leave of a training of `days` without them; None where none count.
 
     `cluster` and `model` are those of the question, of any size: that of the result counts. Raises
     OptionError where nothing gets done.

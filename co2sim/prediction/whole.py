@@ -2,7 +2,7 @@
 
 An answer is a training in a steady state, with failures. What people published of theirs are all
 the GPU-hours from the first token to the last, with restarts, evaluations, slow weeks, and with
-software of their own. `catalog/trainings.toml` has them with their sources. `co2analysis whole`
+their own software. `catalog/trainings.toml` has them with their sources. `co2analysis whole`
 predicts those that can be predicted: the factors between both are in
 `catalog/training_factors.toml`, and nothing is fitted to them.
 """

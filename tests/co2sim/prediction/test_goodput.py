@@ -307,6 +307,26 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert json.loads(again.out) == [found]
 
 
+def test_the_command_of_json_has_tokens_and_project(cli: Command) -> None:
+    """It repeats days and money, too."""
+    more = ("--tokens", "1e12", "--project", "published", "--json")
+    (found,) = json.loads(cli(*HERE, "-s", "ddp", *more).out)
+    again = cli(*shlex.split(found["command"])[1:], "--json")
+    assert json.loads(again.out) == [found]
+    assert found["totals"]["days"] > 0
+
+
+@pytest.mark.parametrize("more", ["", "--tokens 1e13", "--set failures=spot-h100-peak-2026-q1"])
+def test_the_first_screen_is_short(cli: Command, more: str) -> None:
+    """At most 15 lines of 100 columns, for one strategy and for three; `--full` says more."""
+    for names in (["fsdp"], ["ddp", "fsdp", "diloco:tau=100,worker=node"]):
+        given = [word for name in names for word in ("-s", name)]
+        short = cli(*HERE[:-2], *given, *shlex.split(more)).out.splitlines()
+        assert len(short) <= 15
+        assert max(map(len, short)) <= 100
+        assert len(cli(*HERE[:-2], *given, *shlex.split(more), "--full").out.splitlines()) > 15
+
+
 # --- event by event ---------------------------------------------------------------------------
 
 
