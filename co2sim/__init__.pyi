@@ -19,7 +19,12 @@ from .models.workload import Block as Block, MatMul as MatMul, Model as Model
 from .prediction.question import Question as Question
 from .prediction.driver import run as run, simulate as simulate, trace as trace
 from .prediction.result import Result as Result
-from .prediction.step_factors import Goal as Goal, ToLoss as ToLoss, to_loss as to_loss
+from .prediction.step_factors import (
+    Goal as Goal,
+    Project as Project,
+    ToLoss as ToLoss,
+    to_loss as to_loss,
+)
 from .prediction.totals import Totals as Totals, totals_of as totals_of
 from .report.plot import plot as plot
 from .schedule.schedule import Layout as Layout, Schedule as Schedule

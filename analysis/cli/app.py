@@ -11,8 +11,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Check what co2sim predicts: beside measured runs (compare, lab, gpu), beside published"
-        " results (validate, runs, figures, calibrate, goodput), and by theory (bound, tau, trends,"
-        " verify)."
+        " results (validate, runs, figures, calibrate, goodput, whole), and by theory (bound, tau,"
+        " trends, verify)."
     ),
 )
 
@@ -33,6 +33,7 @@ app.command("runs")(published.runs)
 app.command("figures")(published.figures)
 app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(published.goodput)
+app.command("whole")(published.whole)
 app.command("bound")(convergence.bound)
 app.command("tau")(convergence.tau)
 app.command("trends")(convergence.trends)

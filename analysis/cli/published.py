@@ -1,4 +1,4 @@
-"""The commands `co2analysis validate`, `calibrate`, `figures`, `runs` and `goodput`."""
+"""The commands `co2analysis validate`, `calibrate`, `figures`, `runs`, `goodput` and `whole`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -485,6 +485,29 @@ def goodput(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # no
     print_table(out, "published, and predicted; nothing is fitted", columns, lines, left=2)
     print_lines(out, "errors of shares are in points, those of times in per cent", "")
     print_lines(out, *dict.fromkeys(_assumed(row) for row in rows if row.cell.assumed))
+
+
+def whole(
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.toml", help="Write the factors, as the catalog has them."),
+    ] = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Predict whole published trainings: GPU-hours beside those of their authors."""
+    from analysis.published import whole as compared  # noqa: PLC0415 - pydantic
+
+    rows = compared.predicted()
+    if write:
+        write_atomically({write: compared.factors_file(rows).encode()})
+    if json_:
+        print_json([row.to_dict() for row in rows])
+        return
+    from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
+
+    out = console()
+    print_table(out, "whole trainings", compared.COLUMNS, [row.cells() for row in rows], left=1)
+    print_lines(out, *compared.summary(rows), "", *compared.assumed(rows))
 
 
 def _goodput_row(row: "Compared") -> list[str]:

@@ -29,7 +29,7 @@ from co2sim.common.errors import given as shown
 from co2sim.common.files import is_below, is_regular
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.failures import ORIGINS
+from co2sim.hardware.failures import ORIGINS, Failures
 from co2sim.models.stack import Stack
 from co2sim.models.workload import Model
 
@@ -38,12 +38,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_STACK",
+    "NO_FAILURES",
     "Contents",
     "Entry",
     "Fact",
     "cluster_contents",
     "key_of",
     "load_cluster",
+    "load_failures",
     "load_model",
     "load_stack",
     "model_contents",
@@ -62,6 +64,8 @@ _MAX_KEPT = 384
 _NONE = {"value": 0, "assumed": True, "source": "default, not measured: none"}
 _KIND_OF: Mapping[str, Kind] = {"gpu": "gpus", "failures": "failures"}
 """What a cluster may name instead of having its table."""
+NO_FAILURES = "none"
+"""The name of failures where none are to be counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,15 @@ def _cluster(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[C
     return Entry(_built(ClusterSpec, plain(tree), reference), (*chosen, *facts(tree)))
 
 
+@lru_cache
+def load_failures(key: str) -> Entry[Failures]:
+    """Rates of failures by catalog key. Raises CatalogError for others."""
+    from co2sim.catalog.specs import FailuresSpec  # noqa: PLC0415 - pydantic is slow
+
+    tree = read("failures", key)
+    return Entry(_built(FailuresSpec, plain(tree), key), tuple(facts(tree)))
+
+
 def _put_defaults(tree: Tree) -> None:
     """What published runs say of clusters whose files do not; of processors they say nothing."""
     on_gpus = plain({"backend": tree.get("backend", "nccl")})["backend"] == "nccl"
@@ -212,7 +225,10 @@ def _named(
     chosen: list[Fact] = []
     if isinstance(value, dict) and isinstance(value.get("value"), str):
         chosen, value = list(facts({name: value})), value["value"]
-    if isinstance(value, str):
+    if (name, value) == ("failures", NO_FAILURES):
+        tree.pop(name, None)
+        tree["count_failures"] = False
+    elif isinstance(value, str):
         tree[name] = read(kind, _meant(reference, name, value, in_file=not overridden))
     return chosen
 

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from co2sim.catalog import load_failures
 from co2sim.cli import options
 from co2sim.common import convert
 from co2sim.common.cli import print_json
@@ -15,16 +16,19 @@ from co2sim.common.errors import OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Seconds, counted, scaled, timespan
 from co2sim.prediction import driver
+from co2sim.prediction.counted import DEFAULT, counted_of, failures_of
 from co2sim.prediction.figures import asked
+from co2sim.prediction.goodput import Goodput, Preemption, Spot, goodput_where, spot_of, trained_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.report.text import totals
+from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.totals import Totals, days_without_failures, totals
+from co2sim.prediction.whole import whole_words
+from co2sim.report.text import totals as totals_text
 from co2sim.report.text.result import print_assumed, question
-from co2sim.studies.candidates import command_of
+from co2sim.report.text.screen import Screen, print_screen
+from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
-
-if TYPE_CHECKING:
-    from co2sim.prediction.goodput import Goodput, Preemption, Spot
 
 _SHARES = ("useful", "checkpoint", "lost", "restart", "waiting")
 _LOSSES = {
@@ -37,12 +41,19 @@ _LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One strategy: its result, its goodput, and what spot nodes are worth where it has them."""
+    """One strategy: its result, its goodput, and what spot nodes are worth where it has them.
+
+    `totals` are those of the tokens to train; None without them. `assumed`: the failures are those
+    of published jobs, as the cluster names none. `command` repeats it.
+    """
 
     case: Question
     result: Result
-    found: "Goodput"
-    spot: "Spot | None"
+    found: Goodput
+    spot: Spot | None
+    totals: Totals | None
+    assumed: bool
+    command: str
 
     @property
     def title(self) -> str:
@@ -61,48 +72,79 @@ _Every = Annotated[
 
 
 @options.open_cases
-def goodput(cases: list[Question], every: _Every = None, json_: options.Json = False) -> None:  # noqa: FBT002
-    """Say what part of the time is useful where parts fail: --set failures=meta-rsc-1."""
+@options.factor_options
+def goodput(
+    cases: list[Question],
+    goal: Goal,
+    tokens: totals_text.Tokens = None,
+    every: _Every = None,
+    full: options.Full = False,  # noqa: FBT002
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Say what part of the time is useful where parts fail; --set failures= names rates."""
     interval = None if every is None else convert.seconds("--every", every)
-    answers = [_answer(case, interval) for case in cases]
+    answers = [_answer(case, interval, tokens, goal) for case in cases]
     if json_:
         print_json([_plain(answer) for answer in answers])
-    else:
+    elif full:
         _print(console(), answers)
+    else:
+        print_screen(_screen(answers))
 
 
-def _answer(open_case: Question, every: Seconds | None) -> _Answer:
-    from co2sim.prediction.goodput import goodput_where, spot_of, trained_of  # noqa: PLC0415 - scipy
-
+def _answer(
+    open_case: Question, every: Seconds | None, tokens: float | None, goal: Goal
+) -> _Answer:
     case = driver.resolve_auto(open_case)
     cluster, model = case.load()
-    failures = cluster.value.failures
+    hardware = cluster.value
+    failures = failures_of(hardware, math.inf)
     if failures is None:
         raise OptionError(
-            f"{cluster.value.name} has no failures; name them, --set failures=meta-rsc-1"
-            " (`co2sim list failures`), or give a mean time between failures,"
-            " --set failures.node='150 days'"
+            "failures=none: nothing fails, and all of the time is useful; leave it out, or name"
+            " others, --set failures=meta-rsc-1 (`co2sim list failures`), or give a mean time"
+            " between failures, --set failures.node='150 days'"
         )
     result = driver.run(case, progress=None)
+    facts = cluster.assumed if hardware.failures else load_failures(DEFAULT).assumed
     assumed = [
-        replace(fact, path=f"cluster.{fact.path}")
-        for fact in cluster.assumed
-        if fact.path.startswith("failures.")
+        replace(fact, path=f"cluster.failures.{fact.path.removeprefix('failures.')}")
+        for fact in facts
+        if (fact.path.startswith("failures.") or not hardware.failures)
         # what only background copies need, where all is written before work continues
         and not (failures.checkpoint == "blocking" and fact.path.endswith(".pause"))
     ]
     result = replace(result, assumed=(*result.assumed, *assumed))
-    trained = trained_of(result, cluster.value, model.value, optimizer=case.optimizer)
-    goodput = goodput_where(failures, trained, every)
-    return _Answer(case, result, goodput, spot_of(failures, trained, every))
+    trained = trained_of(result, hardware, model.value, optimizer=case.optimizer)
+    found = goodput_where(failures, trained, every)
+    needed = None
+    if tokens is not None:
+        count = failures_of(hardware, days_without_failures(result, tokens, goal)) is not None
+        counts = counted_of(found, hardware) if count else None
+        needed = totals(result, hardware.resized(result.gpus), tokens, goal, counts)
+    spot = spot_of(failures, trained, every)
+    command = with_tokens(command_of(case, "goodput"), tokens, goal)
+    return _Answer(case, result, found, spot, needed, hardware.failures is None, command)
 
 
-def words(result: Result, goodput: "Goodput") -> str:
+def words(result: Result, goodput: Goodput) -> str:
     """The answer in a sentence."""
+    return (
+        f"{result.strategy}: {_useful(result, goodput)}. {_stops(result, goodput)};"
+        f" {_largest(goodput)}"
+    )
+
+
+def _useful(result: Result, goodput: Goodput) -> str:
+    """The useful share of the time with its range, and the speed that it leaves."""
     share = f"{_percent(goodput.useful)} of the time is useful work"
     if goodput.low < goodput.high:
         share += f" ({_percent(goodput.low)} to {_percent(goodput.high)})"
-    speed = f"{result.tokens_per_s * goodput.useful:,.0f} {result.unit}s/s on average"
+    return f"{share}, {result.tokens_per_s * goodput.useful:,.0f} {result.unit}s/s on average"
+
+
+def _largest(goodput: Goodput) -> str:
+    """What takes most of the time that is not useful, and why."""
     losses = {name: getattr(goodput.shares, name) for name in _LOSSES}
     largest = max(losses, key=lambda name: losses[name])
     binds = f"the largest loss is {_LOSSES[largest]}, {_percent(losses[largest])}"
@@ -114,11 +156,17 @@ def words(result: Result, goodput: "Goodput") -> str:
         if goodput.workers:
             steps["all others standing still"] = goodput.workers.stall
         binds += f" ({', '.join(f'{name} {timespan(time)}' for name, time in steps.items())})"
-    return f"{result.strategy}: {share}, {speed}. {_stops(result, goodput)}; {binds}"
+    return binds
 
 
-def _stops(result: Result, goodput: "Goodput") -> str:
+def _stops(result: Result, goodput: Goodput) -> str:
     """What stops what, and when it is saved."""
+    text = "; ".join([*_fails(result, goodput), _saves(goodput)])
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _fails(result: Result, goodput: Goodput) -> list[str]:
+    """What stops what, and how often."""
     workers, whole = goodput.workers, goodput.whole
     gpus, said = counted(result.gpus, "GPU"), []
     if workers and workers.rate:
@@ -132,17 +180,19 @@ def _stops(result: Result, goodput: "Goodput") -> str:
         said.append(f"a failure every {every} stops all {gpus}")
     if whole.preempted.rate:
         said.append(_preempts(whole.preempted, gpus))
-    if not math.isinf(whole.every):
-        said.append(f"a checkpoint is taken after every {timespan(whole.every)} of work")
-    elif whole.preempted.rate:
-        said.append("a checkpoint is taken on notice, and never else")
-    else:
-        said.append("nothing that is given stops all of them, and checkpoints gain nothing")
-    text = "; ".join(said)
-    return f"{text[0].upper()}{text[1:]}"
+    return said
 
 
-def _time(rate: float, goodput: "Goodput") -> str:
+def _saves(goodput: Goodput) -> str:
+    """When a checkpoint is taken."""
+    if not math.isinf(goodput.whole.every):
+        return f"a checkpoint is taken after every {timespan(goodput.whole.every)} of work"
+    if goodput.whole.preempted.rate:
+        return "a checkpoint is taken on notice, and never else"
+    return "nothing that is given stops all of them, and checkpoints gain nothing"
+
+
+def _time(rate: float, goodput: Goodput) -> str:
     """The mean time between failures, its range, and where it stands among counts by size."""
     ends = [timespan(1 / rate / goodput.failures.rate_high)]
     ends.append(timespan(1 / rate / goodput.failures.rate_low))
@@ -151,7 +201,7 @@ def _time(rate: float, goodput: "Goodput") -> str:
     return timespan(1 / rate) + (f" ({', '.join(said)})" if said else "")
 
 
-def _preempts(preempted: "Preemption", gpus: str) -> str:
+def _preempts(preempted: Preemption, gpus: str) -> str:
     """What a preemption of nodes does that all need."""
     said = f"a preemption every {timespan(1 / preempted.rate)} stops all {gpus}"
     if preempted.saving is None:
@@ -159,7 +209,7 @@ def _preempts(preempted: "Preemption", gpus: str) -> str:
     return f"{said}, with a checkpoint on notice in {timespan(preempted.saving)}"
 
 
-def spot_words(spot: "Spot", result: Result) -> str:
+def spot_words(spot: Spot, result: Result) -> str:
     """What spot nodes are worth, in a sentence."""
     if spot.cost is None or spot.pays_from is None:
         return (
@@ -183,7 +233,7 @@ def spot_words(spot: "Spot", result: Result) -> str:
     )
 
 
-def algorithm(goodput: "Goodput") -> str:
+def algorithm(goodput: Goodput) -> str:
     """What training does after a failure, and after a preemption."""
     if goodput.workers is None:
         said = "all stop, get another node, read the last checkpoint, and do the work since again"
@@ -197,10 +247,78 @@ def algorithm(goodput: "Goodput") -> str:
     )
 
 
+def _screen(answers: Sequence[_Answer]) -> Screen:
+    """The first screen: useful time, days and money of each, and what is behind those of one."""
+    best = max(answers, key=_worth)
+    rows = [("counted", _counted(best))]
+    if best.totals and best.totals.failures is None:
+        rows.append(("not", "failures in days and cost: as in `co2sim run`, only above a week"))
+    rows.append(("saves", f"{_saves(best.found)}; {_largest(best.found)}"))
+    if best.spot:
+        rows.append(("spot", spot_words(best.spot, best.result)))
+    if whole := whole_words(best.case, best.totals):
+        rows.append(("whole", whole))
+    misfits = [each.title for each in answers if not each.result.fits_in_memory]
+    rows.insert(0, ("memory", f"{', '.join(misfits)}: too large" if misfits else "fits"))
+    known = []
+    if best.totals:
+        known = ["days", "GPU-hours" if best.totals.cost is None else f"{best.totals.currency}"]
+    trained = [_spent(each.totals) for each in answers]
+    said = [f"{best.result.strategy}: {_useful(best.result, best.found)}."]
+    if best.totals:
+        said.append(f"{totals_text.in_short(best.totals, best.result.unit)}.")
+    return Screen(
+        answer=said,
+        columns=["strategy", "useful", "low", "high", f"{best.result.unit}s/s", *known],
+        table=[[*_brief_row(each), *cells] for each, cells in zip(answers, trained, strict=True)]
+        if len(answers) > 1
+        else [],
+        rows=rows,
+    )
+
+
+def _spent(needed: Totals | None) -> list[str]:
+    """Days and money, or GPU-hours where there is no price."""
+    if needed is None:
+        return []
+    money = f"{needed.gpu_hours:,.0f}"
+    if needed.cost is not None:
+        money = totals_text.ranged(needed, "cost")
+    return [totals_text.ranged(needed, "days"), money]
+
+
+def _brief_row(answer: _Answer) -> list[str]:
+    found = answer.found
+    shares = [_percent(share) for share in (found.useful, found.low, found.high)]
+    return [answer.title, *shares, f"{answer.result.tokens_per_s * found.useful:,.0f}"]
+
+
+def _worth(answer: _Answer) -> float:
+    """More is better: useful tokens per second, or how soon all is trained."""
+    if answer.totals:
+        return 1 / answer.totals.days
+    return answer.result.tokens_per_s * answer.found.useful
+
+
+def _counted(answer: _Answer) -> str:
+    """Whose failures these are, and how often one is met."""
+    found, every = answer.found, 1 / answer.found.failures_per_second
+    ends = [timespan(every / rate) for rate in (found.failures.rate_high, found.failures.rate_low)]
+    span = f" ({' to '.join(ends)})" if ends[0] != ends[1] else ""
+    name = found.failures.name or "as given"
+    alone = f"; {found.workers.count:,} workers stop alone" if found.workers else ""
+    named = "; --set failures= names others" if answer.assumed else ""
+    gpus = counted(answer.result.gpus, "GPU")
+    return f"failures {name}: one in {timespan(every)}{span} on {gpus}{alone}{named}"
+
+
 def _print(out: Console, answers: Sequence[_Answer]) -> None:
     lines = question([each.result for each in answers])
     said = [f"{words(each.result, each.found)}." for each in answers]
-    if worth := totals.worth(each.result for each in answers):
+    said += [
+        f"{totals_text.in_words(each.totals, each.result.unit)}." for each in answers if each.totals
+    ]
+    if worth := totals_text.worth(each.result for each in answers):
         said.append(worth)
     print_lines(out, *said, *lines, "")
     spots = [(each, each.spot) for each in answers if each.spot]
@@ -234,7 +352,7 @@ def _row(answer: _Answer) -> list[str]:
     return [answer.title, *shares, _percent(goodput.low), _percent(goodput.high)]
 
 
-def _details(goodput: "Goodput", title: str) -> list[str]:
+def _details(goodput: Goodput, title: str) -> list[str]:
     whole = goodput.whole
     never, stops = math.isinf(whole.every), whole.rate + whole.preempted.rate
     return [
@@ -273,10 +391,11 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "rate_low": goodput.failures.rate_low,
         "rate_high": goodput.failures.rate_high,
         "spot": answer.spot and asdict(answer.spot),
+        "totals": answer.totals and asdict(answer.totals),
         "whole": asdict(goodput.whole),
         "workers": goodput.workers and asdict(goodput.workers),
         "after_a_failure": algorithm(goodput),
         "fits_in_memory": result.fits_in_memory,
         "assumed": [asdict(fact) for fact in result.assumed],
-        "command": command_of(answer.case, "goodput"),
+        "command": answer.command,
     }

@@ -25,7 +25,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
 from co2sim.models.stack import Stack
 from co2sim.prediction.question import OPEN_BATCH, Question
-from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_factors import ONE_TRAINING, Goal, Project
+from co2sim.prediction.whole import PUBLISHED, read_project
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -283,8 +284,21 @@ StepsFactor = Annotated[
 ]
 
 
+WholeProject = Annotated[
+    Project | None,
+    typer.Option(
+        "--project",
+        parser=read_project,
+        metavar="N",
+        help="Times that a whole project takes as long as one training, for restarts, failed"
+        f" attempts, evaluations and trials; or {PUBLISHED}: as published trainings took beside"
+        " their prediction. Days, money and energy are those of the project.",
+    ),
+]
+
+
 def _goal(values: dict[str, Any]) -> Goal:
-    """What --to-loss-steps and --steps-factor say."""
+    """What --to-loss-steps, --steps-factor and --project say."""
     factors: dict[str, float] = {}
     for text in values["steps_factor"] or ():
         name, separator, value = text.rpartition("=")  # options of a strategy have signs, too
@@ -293,25 +307,26 @@ def _goal(values: dict[str, Any]) -> Goal:
         if name in factors:
             raise OptionError(f"--steps-factor {name} is given twice")
         factors[name] = convert.number(f"--steps-factor {name}", value)
-    return Goal(steps=values.get("to_loss_steps"), factors=factors)
+    project = values["project"] or ONE_TRAINING
+    return Goal(steps=values.get("to_loss_steps"), factors=factors, project=project)
 
 
 def _optional(name: str, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-_FACTORS = _optional("steps_factor", StepsFactor)
+_FACTORS = (_optional("steps_factor", StepsFactor), _optional("project", WholeProject))
 
 
 def factor_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --steps-factor; its parameter `goal` receives what it says."""
-    return _with_parameters(command, "goal", [_FACTORS], _goal)
+    """Give a command --steps-factor and --project; its parameter `goal` receives what they say."""
+    return _with_parameters(command, "goal", _FACTORS, _goal)
 
 
 def goal_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `factor_options`, and --to-loss-steps."""
     steps = _optional("to_loss_steps", ToLossSteps)
-    return _with_parameters(command, "goal", [steps, _FACTORS], _goal)
+    return _with_parameters(command, "goal", [steps, *_FACTORS], _goal)
 
 
 Name = Annotated[

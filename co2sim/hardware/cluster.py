@@ -403,7 +403,9 @@ class Cluster:
     in a lab. `stack` is the software stack of the catalog that runs on it unless another is asked
     for; empty: the default of all. `currency` is that of `price_per_gpu` and of the `contract`,
     which says what is billed beside hours of the GPUs that train. `scatter` is known where
-    a probe measured the cluster, `failures` where it is known how often its parts fail.
+    a probe measured the cluster, `failures` where it is known how often its parts fail. Where
+    that is not known, trainings of more than a week count those of published jobs if
+    `count_failures` says so.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. All that meet
@@ -449,6 +451,7 @@ class Cluster:
     grid_intensity_high: Intensity | None = None
     scatter: Scatter | None = None
     failures: Failures | None = None
+    count_failures: bool = True
     host: HostEffects | None = None
     host_memory_bandwidth: Bandwidth | None = None
     host_link_efficiency: Fraction | None = None

@@ -78,8 +78,8 @@ PARTS = ("node", "gpu", "job", "switch", "preemption")
 class SizedFailures:
     """The mean time `between` failures of a job of `gpus` GPUs, whatever stops it.
 
-    The true one is `shortest` to `longest`; None: `between`. `projected` was computed by the
-    source, and not counted.
+    The true one is `shortest` to `longest`; None: `between`. `projected` was computed from other
+    sizes, and not counted.
     """
 
     gpus: Count
@@ -201,7 +201,7 @@ class Failures:
         first, last = self.by_size[0], self.by_size[-1]
         for size in self.by_size:
             if size.gpus == gpus:
-                return f"{'projected by the source' if size.projected else 'measured'} at this size"
+                return f"{'projected' if size.projected else 'measured'} at this size"
         if not first.gpus < gpus < last.gpus:
             return f"extrapolated from {first if gpus < first.gpus else last} GPUs"
         near, far = next(two for two in pairwise(self.by_size) if two[0].gpus < gpus < two[1].gpus)

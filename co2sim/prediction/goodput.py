@@ -9,9 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from scipy.optimize import brentq, minimize_scalar
-from scipy.special import gammainc, lambertw
-
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import above, at_least, whole
@@ -211,6 +208,8 @@ def _since_copy(rate: float, every: Seconds, stop: Seconds, until: Seconds) -> t
 
     Work and stops take turns: `every` and `stop`. `until` is at most two of both.
     """
+    from scipy.special import gammainc  # noqa: PLC0415 - 0.2 s that most answers do not need
+
     sums, levels, began = [0.0, 0.0], [0.0, 0.0], 0.0
     for turn, phase in enumerate((every, stop) * 2):
         length = min(phase, until - began)
@@ -252,14 +251,21 @@ def best_interval(rate: float, saving: Saving) -> Seconds:
     """The work between two copies that leaves most useful time, where `writing` is 0: exact.
 
     T = (1 + W(-exp(-rate C - 1))) / rate with Lambert's W, for copies that stop work for C
-    seconds. `young` is its first order. Infinite without failures.
+    seconds; x = rate T solves -ln(1 - x) - x = rate C. `young` is its first order. Infinite without
+    failures.
     """
     if rate == 0:
         return math.inf
     cost = rate * saving.blocking
-    if cost < 1e-8:  # noqa: PLR2004 - W has lost its digits; Young's is as exact
+    if cost < 1e-8:  # noqa: PLR2004 - the difference has lost its digits; Young's is as exact
         return young(rate, saving.blocking)
-    return (1 + float(lambertw(-math.exp(-cost - 1)).real)) / rate
+    root = min(math.sqrt(2 * cost), -math.expm1(-cost - 1))  # both are above it
+    while root < 1:  # Newton's steps fall to the root, as the left side is convex
+        nearer = root - (-math.log1p(-root) - root - cost) * (1 - root) / root
+        if not root - nearer > root * 1e-15:
+            break
+        root = nearer
+    return root / rate
 
 
 def young(rate: float, blocking: Seconds) -> Seconds:
@@ -459,6 +465,8 @@ def missing(load: float, spares: int) -> float:
     """
     if not spares:
         return load
+    from scipy.special import gammainc  # noqa: PLC0415 - 0.2 s that most answers do not need
+
     return load * float(gammainc(spares, load)) - spares * float(gammainc(spares + 1, load))
 
 
@@ -580,6 +588,8 @@ def spot_of(failures: Failures, trained: Trained, every: Seconds | None = None) 
     price, now = failures.spot_price, useful(failures.preemption)
     if price is None or not now:
         return Spot(on_demand=stays, cost=None, pays_from=None)
+
+    from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that most answers do not need
 
     def gain(logarithm: float) -> float:
         return useful(math.exp(logarithm)) - price * stays
@@ -752,6 +762,8 @@ def _best(
     if preempted.saving is None or not preempted.rate or not rate:
         lossy = rate + (preempted.rate if preempted.saving is None else 0.0)
         return max(best_interval(lossy, saving), least)
+
+    from scipy.optimize import minimize_scalar  # noqa: PLC0415 - 0.2 s, as above
 
     def lost(logarithm: float) -> float:
         try:

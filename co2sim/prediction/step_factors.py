@@ -126,16 +126,44 @@ class ToLoss:
     factor: StepFactor
 
 
+@dataclass(frozen=True, slots=True)
+class Project:
+    """How many times as long as one training a whole project takes: `factor`, `low` to `high`.
+
+    Restarts by people, failed attempts, evaluations and trials take their time. Raises OptionError
+    for less than 1.
+    """
+
+    factor: float
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is shorter than its training."""
+        factor = between("the factor of a project", self.factor, 1, _MAX_FACTOR)
+        object.__setattr__(self, "factor", factor)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the range, relative to the factor."""
+        return (self.low or self.factor) / self.factor, (self.high or self.factor) / self.factor
+
+
+ONE_TRAINING = Project(1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """The loss to reach, as a number of steps of DDP (None: none is asked for), and own factors.
 
     `factors` maps names of strategies, "co2", or strategies with options, "co2(tau=48)", to
-    numbers. Raises OptionError for what is unknown or out of range.
+    numbers. Days and money are those of a `project`. Raises OptionError for what is unknown or out
+    of range.
     """
 
     steps: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
+    project: Project = ONE_TRAINING
 
     def __post_init__(self) -> None:
         """Check the numbers, and name strategies as results do."""

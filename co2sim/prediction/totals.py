@@ -14,6 +14,7 @@ from co2sim.common.validation import between, fraction
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.contract import Bill
 from co2sim.prediction import power, step_factors
+from co2sim.prediction.counted import CountedFailures, counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import (
@@ -46,23 +47,28 @@ class Totals:
     """What a training of a number of tokens, or of the model's units, takes.
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
-    `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.
-    `cost` is in `currency`, and `bill` says what it is made of (`hardware.contract`); all three are
-    None without a price. `power_w` is the average of all
-    nodes at the meter: with what cooling and distribution take (PUE).
+    `factor`. `failures` are what is counted of them, None where none are. They leave `goodput`, a
+    share of the time, for useful work; on average `useful_tokens_per_s` are trained. All amounts
+    are `project` times those of one training, as a whole project takes more (`whole`). `cost` is in
+    `currency`, and `bill` says what it is made of (`hardware.contract`); all three are None without
+    a price. `power_w` is the average of all nodes at the meter: with what cooling and distribution
+    take (PUE).
 
     `_low` and `_high` are the ends of an interval. That of days has the 90 % interval of the speed,
-    with the range of the goodput at the same end, and the range of the step factor, joined in
-    quadrature (`step_factors.joined`). The cost has the range of the price besides, and carbon that
-    of the grid: these are offers and places, not errors, so that low goes with low. None where none
-    is known; a factor that is a lower bound widens only the low end. `missing` are the numbers of
-    the cluster without which a figure is None.
+    with the range of the goodput at the same end, and the ranges of the step factor and of the
+    project, joined in quadrature (`step_factors.joined`). The cost has the range of the price
+    besides, and carbon that of the grid: these are offers and places, not errors, so that low goes
+    with low. None where none is known; a factor that is a lower bound widens only the low end.
+    `missing` are the numbers of the cluster without which a figure is None.
     """
 
     tokens: float
     trained: float
     factor: StepFactor
+    failures: CountedFailures | None
     goodput: float
+    project: float
+    useful_tokens_per_s: float
     days: float
     days_low: float | None
     days_high: float | None
@@ -87,30 +93,31 @@ def totals(
     cluster: Cluster,
     tokens: float,
     goal: Goal = NO_GOAL,
-    goodput: float = 1.0,
-    goodput_ends: tuple[float, float] | None = None,
+    failures: CountedFailures | None = None,
 ) -> Totals | None:
     """What it takes to train `tokens`; None where no step factor is known.
 
     `cluster` is that of the result, with its number of GPUs. All the time GPUs are paid for and
-    draw the power of training, whatever the goodput: work that is lost is done again.
-    `goodput_ends` are the least and the most that it may be. Raises OptionError for tokens or a
-    goodput out of range.
+    draw the power of training, whatever part of it is useful: work that is lost is done again.
+    Raises OptionError for tokens out of range, and where failures leave no time for work.
     """
     tokens = tokens_of(tokens)
-    goodput = fraction("goodput", goodput)
+    goodput = fraction("useful time", failures.useful) if failures else 1.0
     assert cluster.layout.world_size == result.gpus
     factor = step_factor(result.strategy, scale_of(result), goal)
     if factor is None:
         return None
     trained = tokens * factor.factor
-    days = trained / result.tokens_per_s / goodput / DAY
-    least, most = (share / goodput for share in goodput_ends or (goodput, goodput))
+    project = goal.project.factor
+    days = trained / result.tokens_per_s / goodput / DAY * project
+    shares = (failures.low, failures.high) if failures else (1.0, 1.0)
+    least, most = (share / goodput for share in shares)
+    shorter, longer = goal.project.ends
     ends = [
-        joined(_longer(result, speed, share), end)
-        for speed, share, end in (
-            (result.tokens_per_s_high, most, factor.ends[0]),
-            (result.tokens_per_s_low, least, factor.ends[1]),
+        joined(joined(_longer(result, speed, share), end), whole)
+        for speed, share, end, whole in (
+            (result.tokens_per_s_high, most, factor.ends[0], shorter),
+            (result.tokens_per_s_low, least, factor.ends[1], longer),
         )
     ]
     billed = cluster.bill(days * DAY)
@@ -123,7 +130,10 @@ def totals(
         tokens=tokens,
         trained=trained,
         factor=factor,
+        failures=failures,
         goodput=goodput,
+        project=project,
+        useful_tokens_per_s=result.tokens_per_s * goodput,
         days=days,
         **_ends("days", days, ends),
         gpu_hours=days * 24 * result.gpus,
@@ -140,21 +150,22 @@ def totals(
     )
 
 
+def days_without_failures(result: Result, tokens: float, goal: Goal = NO_GOAL) -> float:
+    """The days of a training in which nothing fails; 0 where no step factor is known."""
+    factor = step_factor(result.strategy, scale_of(result), goal)
+    return 0.0 if factor is None else tokens * factor.factor / result.tokens_per_s / DAY
+
+
 def totals_of(case: Question, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
-    """`totals` of a case and its result; failures of its cluster count.
+    """`totals` of a case and its result, with failures as `counted` says.
 
     Raises OptionError where they leave no time for work.
     """
     entries = case.load()
     cluster, model = entries[0].value, entries[1].value
-    sized = cluster.resized(result.gpus)
-    if cluster.failures is None:
-        return totals(result, sized, tokens, goal)
-    from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy, only when needed
-
-    share = goodput_of(result, cluster, model, optimizer=case.optimizer)
-    assert share is not None
-    return totals(result, sized, tokens, goal, share.useful, (share.low, share.high))
+    days = days_without_failures(result, tokens, goal)
+    failures = counted_failures(result, cluster, model, days, optimizer=case.optimizer)
+    return totals(result, cluster.resized(result.gpus), tokens, goal, failures)
 
 
 def knee(options: Sequence[Totals]) -> int:

@@ -8,7 +8,6 @@ from functools import cached_property
 import altair as alt
 
 from co2sim.common.units import counted, scaled
-from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.question import Question
 from co2sim.report import charts, sections
 from co2sim.report.chart_style import (
@@ -78,9 +77,10 @@ def useful(named: Mapping[str, Answered]) -> Table | None:
 
 
 def _shares(entry: Answered) -> dict[str, float] | None:
-    cluster, model = entry.case.load()
-    goodput = goodput_of(entry.result, cluster.value, model.value, optimizer=entry.case.optimizer)
-    return None if goodput is None else {name: getattr(goodput.shares, name) for name in _PARTS}
+    if entry.totals is None or entry.totals.failures is None:
+        return None
+    shares = entry.totals.failures.shares
+    return {name: getattr(shares, name) for name in _PARTS}
 
 
 _MOST = 3

@@ -353,7 +353,8 @@ def _money(swept: Swept) -> PageSection:
         front = sections.money(lined, [entry.strategy for entry in lined])
         if len({(entry.cluster, entry.result.gpus) for entry in every}) > 1:  # else one figure
             figures += [replace(each, title="Money by days", table=None) for each in front.figures]
-    basis = totals.basis_lines(swept.cases[:_MAX_ROWS], [entry.totals for entry in every])
+    shown = every[:_MAX_ROWS]
+    basis = totals.basis_lines([entry.case for entry in shown], [entry.totals for entry in shown])
     return PageSection("money", "Days and money", figures=figures, notes=basis)
 
 

@@ -21,8 +21,9 @@ from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
 from co2sim.prediction.job import Job, Stage, fullest, of_one_sample
 from co2sim.prediction.question import AUTO, OPEN_BATCH, Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of_case
+from co2sim.prediction.step_factors import NO_GOAL, ONE_TRAINING, Goal, scale_of_case
 from co2sim.prediction.totals import DAY, Totals, tokens_of
+from co2sim.prediction.whole import PUBLISHED, published_project
 from co2sim.schedule.mesh import Mesh
 from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps, Strategy, options_of, says, with_options
@@ -620,7 +621,7 @@ def command_of(case: Question, command: str = "run") -> str:
 
 
 def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str:
-    """The command with the tokens to train, and with the user's own step factors."""
+    """The command with the tokens to train, the user's own step factors, and that of a project."""
     more = (
         []
         if tokens is None
@@ -628,6 +629,9 @@ def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str
     )
     for name, factor in goal.factors.items():
         more += ["--steps-factor", f"{name}={factor!r}"]
+    if goal.project != ONE_TRAINING:
+        published = goal.project == published_project()
+        more += ["--project", PUBLISHED if published else f"{goal.project.factor!r}"]
     return f"{command} {shlex.join(more)}" if more else command
 
 

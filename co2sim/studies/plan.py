@@ -468,7 +468,7 @@ class Search:
     def _least(self, setup: Setup, least: Least) -> tuple[float, float, float]:
         """Score, days, and money or GPU-hours, of a training whose steps take the least."""
         steps, cluster = self._steps[id(setup)], setup.sized.cluster
-        days = steps * least.seconds / DAY * _BELOW
+        days = steps * least.seconds / DAY * _BELOW  # failures only lengthen it
         billed = cluster.bill(days * DAY)
         spent = days * 24 * cluster.layout.world_size if billed is None else billed.total
         if self._wanted.want == "fastest":
@@ -529,10 +529,11 @@ class Search:
 
 
 def _steps(setup: Setup, wanted: Objective) -> float:
-    """The steps of a training; micro-batches and recomputation change none."""
+    """The steps of a training, or a project; micro-batches and recomputation change none."""
     case = setup.case
     factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
     trained = wanted.tokens * (1.0 if factor is None else factor.factor)
+    trained *= wanted.goal.project.factor
     return trained / (setup.global_batch * setup.sized.model.tokens)
 
 

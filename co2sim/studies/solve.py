@@ -12,9 +12,11 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
+from co2sim.prediction.counted import counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
+from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse
 from co2sim.studies.sensitivity import moved
 from co2sim.studies.targets import Axis, End, Target, View
@@ -198,19 +200,25 @@ class Curve:
                 )
             tokens, ends = tokens * factor.factor, factor.ends
         cluster = case.load()[0].value.resized(result.gpus)
-        return View(result, alone, tokens, self._goodput(case, result), ends, cluster)
+        goodput = self._goodput(case, result, tokens)
+        if tokens is not None:
+            tokens *= self._goal.project.factor
+        return View(result, alone, tokens, goodput, ends, cluster)
 
-    def _goodput(self, case: Question, result: Result) -> tuple[float, float, float] | None:
+    def _goodput(
+        self, case: Question, result: Result, tokens: float | None
+    ) -> tuple[float, float, float] | None:
         """The useful share of the time, and its ends, where the target asks for it."""
-        entries = case.load()
-        cluster, model = entries[0].value, entries[1].value
-        if cluster.failures is None or self._target.metric.needs not in {"tokens", "failures"}:
+        if self._target.metric.needs not in {"tokens", "failures"}:
             return None
-        from co2sim.prediction.goodput import goodput_of  # noqa: PLC0415 - scipy
-
-        kept = goodput_of(result, cluster, model, optimizer=case.optimizer)
-        assert kept is not None
-        return (kept.useful, max(kept.low, _MIN), kept.high)
+        cluster, model = case.load()
+        days = 0.0 if tokens is None else tokens / result.tokens_per_s / DAY
+        counted = counted_failures(
+            result, cluster.value, model.value, days, optimizer=case.optimizer
+        )
+        if counted is None:
+            return None
+        return (counted.useful, max(counted.low, _MIN), counted.high)
 
     def _one_node(self, case: Question) -> Result:
         """The result on one node: what is between nodes is not asked for again."""

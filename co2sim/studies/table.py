@@ -37,7 +37,7 @@ TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
 TOTALS = tuple(
     f.name
     for f in fields(Totals)
-    if f.name not in {"factor", "goodput", "currency", "bill", "missing"}
+    if f.name not in {"factor", "failures", "goodput", "project", "currency", "bill", "missing"}
 )
 """Columns of what the training of a number of tokens takes."""
 

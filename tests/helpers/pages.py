@@ -74,7 +74,9 @@ COMMANDS = dict.fromkeys(
     line for page in PAGES if page != TOY for line in commands(page)
 )  # in order, each once
 QUICK = [
-    line for line in COMMANDS if re.match(r"co2sim |co2analysis (bound|tau|goodput|verify)\b", line)
+    line
+    for line in COMMANDS
+    if re.match(r"co2sim |co2analysis (bound|tau|goodput|whole|verify)\b", line)
 ]
 IN_A_LAB = [line for line in COMMANDS if line.startswith("co2analysis lab ")]
 TRAINING = [line for line in COMMANDS if line.startswith("realrun lab run ")]

@@ -45,7 +45,7 @@ class StrategyGrid:
     `controls` are their places, `knots` the stops that were simulated, by control, and `points`
     their combinations, the last control fastest. `values` has a list for each figure, None where
     nothing is known; `failed` says why places of these lists have nothing. `lost` has such lists
-    one behind the other for each stop of the control of failures; it is empty without one.
+    one behind the other for each stop of the control of failures, or one list without a control.
     """
 
     strategy: str
@@ -495,10 +495,9 @@ def _grid_of(
 
 
 def _with_failures(board: Board, cases: Known, grids: Sequence[StrategyGrid]) -> list[StrategyGrid]:
-    """The grids with what failures take, at all stops of their control; as they are without one."""
-    if board.failures is None:
-        return list(grids)
-    stops = range(len(board.controls[board.failures].stops))
+    """The grids with what failures take, at all stops of their control, if there is one."""
+    axis = board.failures
+    stops = [None] if axis is None else range(len(board.controls[axis].stops))
     total = len(stops) * sum(len(grid.points) for grid in grids)
     before = 0
     made: list[StrategyGrid] = []
@@ -518,12 +517,14 @@ def _with_failures(board: Board, cases: Known, grids: Sequence[StrategyGrid]) ->
     return made
 
 
-def _lost(board: Board, cases: Known, index: int, point: Positions, stop: int) -> Lost | None:
-    """What failures take at a point, where their control is at this stop."""
+def _lost(
+    board: Board, cases: Known, index: int, point: Positions, stop: int | None
+) -> Lost | None:
+    """What failures take at a point, where their control is at this stop; None: there is none."""
     outcome = cases.results[index, point]
     if isinstance(outcome, str):
         return None
-    return lost(*outcome, board.failing(point, stop))
+    return lost(*outcome, None if stop is None else board.failing(point, stop))
 
 
 def _drawn(

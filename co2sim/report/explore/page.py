@@ -10,6 +10,7 @@ from co2sim import __version__
 from co2sim.common.plots import COLOURS
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.contract import BY_THE_HOUR
+from co2sim.prediction.counted import WEEK
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report import html, sections
@@ -81,6 +82,8 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
         "currency": cluster.currency,
         "bill": _bill(cluster),
         "failures": cluster.failures is not None,
+        "week": WEEK,
+        "project": [question.goal.project.factor, *question.goal.project.ends],
         "tokens": question.tokens,
     }
 

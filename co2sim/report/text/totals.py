@@ -25,6 +25,7 @@ from co2sim.prediction.totals import (
     tokens_of,
     totals_of,
 )
+from co2sim.prediction.whole import whole_words
 from co2sim.report.text.bill import billed
 
 Tokens = Annotated[
@@ -96,7 +97,10 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
         "kW": lambda totals: "-" if totals.power_w is None else figures(totals.power_w / 1000),
         "kWh": lambda totals: ranged(totals, "energy_kwh"),
         "kg CO2e": lambda totals: ranged(totals, "co2e_kg"),
-        "useful time": lambda totals: f"{totals.goodput:.1%}" if totals.goodput < 1 else "-",
+        # of failures that nobody named a line says it
+        "useful time": lambda totals: (
+            f"{totals.goodput:.1%}" if totals.failures and not totals.failures.assumed else "-"
+        ),
     }
     cells = {
         head: ["-" if totals is None else cell(totals) for totals in every]
@@ -108,11 +112,14 @@ def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]
 
 def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> list[str]:
     """What totals rest on, and which numbers are missing; nothing where there are none."""
+    every = list(every)
     trained = [totals for totals in every if totals is not None]
     if not trained:
         return []
     facts = _facts(cases)
-    lines = [_useful(cases, trained)]
+    lines = [f"counted: {counted_words(trained)}"]
+    beside = (whole_words(case, totals) for case, totals in zip(cases, every, strict=True))
+    lines += [f"whole: {words}" for words in beside if words][:1]
     if any(totals.power_w is not None for totals in trained):
         said = {name: _said(facts, name) for name in power.NEEDED}
         lines.append(
@@ -132,15 +139,26 @@ def basis_lines(cases: Sequence[Question], every: Iterable[Totals | None]) -> li
     return [*lines, *_lacking(missing, cases[0].load()[0].value)]
 
 
-def _useful(cases: Sequence[Question], trained: Sequence[Totals]) -> str:
-    """What is said of failures."""
-    clusters = [case.load()[0].value for case in cases]
-    names = {c.failures.name or "as given" for c in clusters if c.failures}
-    if not names:
-        return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
-    least, most = (end(totals.goodput for totals in trained) for end in (min, max))
-    share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
-    return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
+def counted_words(trained: Sequence[Totals]) -> str:
+    """What is counted of failures, in a line: whose, and the useful time that they leave."""
+    counted = [totals.failures for totals in trained if totals.failures]
+    if not counted:
+        return (
+            "no failures: in a week or less few are met (--set failures=published counts them),"
+            " or none were asked for"
+        )
+    least, most = (end(each.useful for each in counted) for end in (min, max))
+    words = counted[0].words
+    if len(counted) > 1:
+        named = " or ".join(dict.fromkeys(each.name for each in counted))
+        words = f"failures {named}: {_share(least)} to {_share(most)} useful time"
+    if any(each.assumed for each in counted):
+        words += "; --set failures=none counts none"
+    return words
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def totals_for(

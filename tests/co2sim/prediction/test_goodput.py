@@ -13,6 +13,7 @@ from goodput_simulation import NAMES, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
+from scipy.special import lambertw
 from scipy.stats import poisson
 
 from co2sim.hardware.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
@@ -79,6 +80,16 @@ def test_shares_sum_to_one(rate: float, every: float, saving: Saving, after: Res
 def test_young_is_that_of_his_paper() -> None:
     """A copy that takes a fiftieth of the mean time between failures, by hand."""
     assert young(1.0, 0.02) == pytest.approx(0.2)
+
+
+@given(st.floats(-7.5, 2).map(lambda power: 10**power))
+def test_the_best_interval_is_that_of_lamberts_function(cost: float) -> None:
+    """The work between copies, in mean times between failures, solves its equation as SciPy does.
+
+    Daly (2006, eq. 20) has its first orders; the cancellation in 1 + W costs SciPy's digits.
+    """
+    best = best_interval(1.0, Saving(blocking=cost))
+    assert best == pytest.approx(1 + lambertw(-math.exp(-cost - 1)).real, abs=2e-8)
 
 
 def test_erlang_loss_is_that_of_the_tables() -> None:
@@ -294,6 +305,26 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert found["whole"]["every"] > 0
     again = cli(*shlex.split(found["command"])[1:], "--json")
     assert json.loads(again.out) == [found]
+
+
+def test_the_command_of_json_has_tokens_and_project(cli: Command) -> None:
+    """It repeats days and money, too."""
+    more = ("--tokens", "1e12", "--project", "published", "--json")
+    (found,) = json.loads(cli(*HERE, "-s", "ddp", *more).out)
+    again = cli(*shlex.split(found["command"])[1:], "--json")
+    assert json.loads(again.out) == [found]
+    assert found["totals"]["days"] > 0
+
+
+@pytest.mark.parametrize("more", ["", "--tokens 1e13", "--set failures=spot-h100-peak-2026-q1"])
+def test_the_first_screen_is_short(cli: Command, more: str) -> None:
+    """At most 15 lines of 100 columns, for one strategy and for three; `--full` says more."""
+    for names in (["fsdp"], ["ddp", "fsdp", "diloco:tau=100,worker=node"]):
+        given = [word for name in names for word in ("-s", name)]
+        short = cli(*HERE[:-2], *given, *shlex.split(more)).out.splitlines()
+        assert len(short) <= 15
+        assert max(map(len, short)) <= 100
+        assert len(cli(*HERE[:-2], *given, *shlex.split(more), "--full").out.splitlines()) > 15
 
 
 # --- event by event ---------------------------------------------------------------------------

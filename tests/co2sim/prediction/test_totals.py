@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from co2sim import Cluster, Goal, Question, Result, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.prediction import power
+from co2sim.prediction.counted import CountedFailures
 from co2sim.prediction.driver import trace
+from co2sim.prediction.goodput import Shares
 from co2sim.prediction.totals import Totals, knee, totals
 from co2sim.schedule.schedule import Compute
 from co2sim.simulation.metrics import window
@@ -60,6 +62,12 @@ def result(exposed: float = 0.25, **changes: object) -> Result:
         "currency": "USD",
     }
     return replace(RESULT, **(numbers | changes))  # type: ignore[arg-type]
+
+
+def failing(useful: float, low: float, high: float) -> CountedFailures:
+    """Failures that leave a share of the time, and lose the rest."""
+    shares = Shares(useful=useful, checkpoint=0.0, lost=1 - useful, restart=0.0, waiting=0.0)
+    return CountedFailures(name="", shares=shares, low=low, high=high, every=1e5, assumed=False)
 
 
 def known(found: Totals | None) -> Totals:
@@ -126,7 +134,7 @@ def test_solve_has_the_ends_of_totals() -> None:
     uncertain = result(tokens_per_s_low=800.0, tokens_per_s_high=1300.0)
     numbers = {"strategy": "diloco(tau=30)", "parameters": 2_000_000_000, "workers": 4}
     uncertain = replace(uncertain, **numbers)  # type: ignore[arg-type]
-    found = known(totals(uncertain, cluster(), 1e9, goodput=0.8, goodput_ends=(0.7, 0.9)))
+    found = known(totals(uncertain, cluster(), 1e9, failures=failing(0.8, 0.7, 0.9)))
     view = View(
         uncertain,
         tokens=found.trained,
@@ -194,9 +202,8 @@ def test_all_grows_with_tokens_and_steps_and_falls_with_goodput(
     """Time, money, energy and carbon are in proportion to tokens times factor over goodput."""
     one = known(totals(result(), cluster(), 1e6))
     goal = Goal(factors={"co2.published(tau=48)": factor})
-    found = known(
-        totals(result(strategy="co2.published(tau=48)"), cluster(), tokens, goal, goodput)
-    )
+    local = result(strategy="co2.published(tau=48)")
+    found = known(totals(local, cluster(), tokens, goal, failing(goodput, goodput, goodput)))
     times = tokens / 1e6 * factor / goodput
     for name in ("days", "gpu_hours", "cost", "energy_kwh", "co2e_kg"):
         assert getattr(found, name) == pytest.approx(times * getattr(one, name), rel=1e-9)

@@ -224,6 +224,21 @@ def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
             assert days * math.exp(wider) == pytest.approx(expected.days_high)
 
 
+def test_a_page_knows_what_failures_take_where_none_are_named() -> None:
+    """At every position as a training of more than a week counts them; with `none` nothing."""
+    for overrides in ({}, {"failures": "none"}):
+        asked = question("ddp", global_batch=16, overrides=overrides)
+        shown = [varying(asked, "gpus", "8, 16"), *few(asked)[2:3]]
+        grid = grids.build(asked, shown, TOLERANCE, 1)
+        (one,) = grid.strategies
+        assert grid.failures is None
+        for place, point in enumerate(one.points):
+            case = asked.case(0, settings(grid.controls, point))
+            long = totals_of(case, run(case), 1e17)
+            lost = one.lost["lost"][place]
+            assert lost == (None if overrides else pytest.approx(1 - long.goodput))
+
+
 def test_a_position_that_cannot_be_simulated_says_why() -> None:
     """Others are shown; between two knots, of which one failed, nothing is."""
     asked = question("ddp", global_batch=24, overrides={})

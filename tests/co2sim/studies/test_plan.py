@@ -26,7 +26,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.choose import fits
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal
-from co2sim.prediction.totals import totals, totals_of
+from co2sim.prediction.totals import totals_of
 from co2sim.report.text import plan as plan_text
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import (
@@ -98,7 +98,7 @@ def brute_force(space: Space, wanted: Objective) -> list[Candidate]:
     for case in candidates(space).cases(space.headroom):
         result = driver.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
-        total = totals(result, cluster, wanted.tokens, wanted.goal)
+        total = totals_of(case, result, wanted.tokens, wanted.goal)
         option = Candidate(case=case, cluster=cluster, result=result, totals=total)
         used = result.memory_bytes_per_gpu["total"]
         if option.within(wanted) and fits(used, result.gpu_memory_bytes, space.headroom):

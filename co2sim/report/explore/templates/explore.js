@@ -8,7 +8,7 @@ const NOTHING = 1e-6; // a useful time below which nothing gets done, as in co2s
 const options = { renderer: "svg", ast: true, actions: false };
 const source = content.server ? serverSource(content.server) : gridSource(content.grid);
 
-let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, bill, gpus, failures, tokens }
+let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, bill, gpus, failures, week, project, tokens }
 let state = null; // { positions, hidden, tokens, x, y, kept }
 
 // ---- what follows from figures by arithmetic
@@ -40,18 +40,20 @@ function derived(figures, positions, about) {
   const known = figures.slowest !== null;
   found.low = known ? speed * figures.slowest : null;
   found.high = known ? speed * figures.fastest : null;
-  found.useful = figures.lost === null || figures.lost === undefined ? 1 : 1 - figures.lost;
   const gpus = stopOf(positions, "gpus", about)?.value ?? about.gpus;
   const price = stopOf(positions, "price_per_gpu", about)?.value ?? about.price;
   const days = (rate, useful) =>
-    state.tokens === null || figures.factor === null || !(useful > 0) ? null : (state.tokens * figures.factor) / rate / useful / DAY;
+    state.tokens === null || figures.factor === null || !(useful > 0) ? null : ((state.tokens * figures.factor) / rate / useful / DAY) * longer;
+  const [longer, shortest, longest] = about.project;
+  const lossy = figures.lost !== null && figures.lost !== undefined;
+  const failing = lossy && (about.failures || (days(speed, 1) ?? 0) > about.week * longer);
+  found.useful = failing ? 1 - figures.lost : 1;
   found.days = days(speed, found.useful);
-  const failing = figures.lost !== null && figures.lost !== undefined;
   const least = NOTHING * found.useful;
   const fast = known ? days(found.high, failing ? Math.max(1 - figures.lost_least, least) : 1) : null;
   const slow = known ? days(found.low, failing ? Math.max(1 - figures.lost_most, least) : 1) : null;
-  found.days_low = joined(found.days, fast, figures.factor_low);
-  found.days_high = joined(found.days, slow, figures.factor_high);
+  found.days_low = joined(found.days, joined(found.days, fast, figures.factor_low), shortest);
+  found.days_high = joined(found.days, joined(found.days, slow, figures.factor_high), longest);
   const cost = (time, rate) => (time === null || price === null ? null : billed(about.bill, gpus, time * DAY, rate));
   const given = positions[place("price_per_gpu", about)] === about.controls[place("price_per_gpu", about)]?.at;
   const [cheap, dear] = given ? [about.price_low, about.price_high] : [null, null];
@@ -222,7 +224,8 @@ function table(rows, kept) {
   byId("kept").hidden = !kept;
   const speed = `${asked.unit}s/s`;
   const heads = ["strategy", speed, ...(kept ? [`kept: ${speed}`, "now against kept"] : []), "90 % interval", "exposed", "GiB", "micro-batch", "recompute"];
-  if (asked.failures) heads.push("useful time");
+  const counts = asked.failures || rows.some((row) => row.useful < 1);
+  if (counts) heads.push("useful time");
   const energy = rows.some((row) => !row.error && row.kwh !== null);
   if (state.tokens !== null) heads.push("days", ...(asked.price === null ? [] : [asked.currency]), ...(energy ? ["kWh"] : []));
   const body = document.createElement("tbody");
@@ -239,7 +242,7 @@ function table(rows, kept) {
       ? [row.error === "kept only" ? "" : "cannot be simulated", ...compared, ...Array(heads.length - (kept ? 4 : 2)).fill("")]
       : [whole(row.tokens_per_s), ...compared, row.low === null ? "-" : `${whole(row.low)} to ${whole(row.high)}`, share(row.exposed),
          `${three(row.memory)}${row.fits ? "" : ", DOES NOT FIT"}`, `${row.micro_batch} x ${row.micro_steps}`, row.recompute,
-         ...(asked.failures ? [share(row.useful)] : []),
+         ...(counts ? [share(row.useful)] : []),
          ...(state.tokens === null ? [] : [three(row.days), ...(asked.price === null ? [] : [three(row.cost)]), ...(energy ? [three(row.kwh)] : [])])];
     line.append(...texts.map((text) => cell("td", text, true)));
     body.append(line);

@@ -40,7 +40,7 @@ function gridSource(grid) {
     for (const [name, values] of Object.entries(one.values)) shown[name] = mixed(name, values, found, 0);
     const size = one.knots.reduce((product, knots) => product * knots.length, 1);
     for (const [name, values] of Object.entries(one.lost)) {
-      shown[name] = mixed(name, values, found, size * positions[grid.failures]);
+      shown[name] = mixed(name, values, found, grid.failures === null ? 0 : size * positions[grid.failures]);
     }
     return shown;
   }
