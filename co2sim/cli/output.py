@@ -45,6 +45,13 @@ def write_page(path: Path, page: "Page") -> None:
     write_atomically({path: rendered(page)})
 
 
+def more(*, full: bool, files: Iterable[Path | None]) -> str:
+    """How a first screen says what else there is: the rest, and the files that were written."""
+    written = [str(path) for path in files if path]
+    ways = "below; --json" if full else "--full, --json"
+    return f"{ways}; written: {', '.join(written)}" if written else f"{ways}, --report FILE.html"
+
+
 def print_where(path: Path | None, *, quiet: bool = False) -> None:
     """Say where the page is, if there is one."""
     if path and not quiet:

@@ -202,14 +202,15 @@ CONTEXT = (
     f" {CONTEXT_RUNS} published ones are {CONTEXT_ERROR:.0%} off in the mean; the 3 of"
     f" torchtitan are {CONTEXT_TORCHTITAN:.0%} off"
 )
+HOW_FAR_OFF = (ADAPTERS, DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT)
+"""Notes on how far off predictions of a kind were."""
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
 WHAT_IF = "what-if: "
 """How the notes begin that say what the stack has not."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
-    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
-    *(DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT),
+    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, *HOW_FAR_OFF),
 )
 
 

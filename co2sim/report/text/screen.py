@@ -15,6 +15,7 @@ from rich.text import Text
 
 from co2sim.common.errors import visible
 from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted
 
 LINES = 15
 WIDTH = 100
@@ -57,8 +58,8 @@ def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
             legend=screen.legend,
             rows=screen.rows[:rows],
         )
-        left = [(len(screen.table) - cases, "more cases"), (len(screen.rows) - rows, "more lines")]
-        hidden = ", ".join(f"{count} {what}" for count, what in left if count)
+        left = [(len(screen.table) - cases, "more case"), (len(screen.rows) - rows, "more line")]
+        hidden = ", ".join(counted(count, what) for count, what in left if count)
         last = f"{hidden} and all figures: {more}" if hidden else f"all figures: {more}"
         if rows <= 0 and cases <= 1:
             return part, last

@@ -59,15 +59,17 @@ def print_totals(
 ) -> None:
     """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
 
-    A star marks what does not fit in memory.
+    The last column says what does not fit in memory, if anything does not.
     """
     unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
     known, cells = table_of(trained)
-    shown = []
-    for row, outcome, more in zip(rows, outcomes, cells, strict=True):
-        misfit = isinstance(outcome, Result) and not outcome.fits_in_memory
-        shown.append([*row[:-1], f"{row[-1]}{'*' * misfit}", *more])
-    print_table(out, f"to train {tokens:.4g} {unit}s", [*columns, *known], shown, left=left)
+    misfits = [outcome.misfit if isinstance(outcome, Result) else "" for outcome in outcomes]
+    known += ["in memory"] * any(misfits)
+    shown = [
+        [*row, *more, *([misfit] if any(misfits) else [])]
+        for row, misfit, more in zip(rows, misfits, cells, strict=True)
+    ]
+    print_table(out, f"to train {short(tokens)} {unit}s", [*columns, *known], shown, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
@@ -167,6 +169,11 @@ def _facts(cases: Sequence[Question]) -> Mapping[str, list[Fact]]:
     return {path: list(those) for path, those in facts_at.items()}
 
 
+def values_of(cases: Sequence[Question], path: str) -> str:
+    """The values that cases have of a number, such as a price, with where they come from."""
+    return _said(_facts(cases), path).strip()
+
+
 def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
     """The values of a number, each with the first words on where it comes from."""
     said = [f"{fact.value}{_why(fact)}" for fact in facts.get(path, ())]
@@ -209,11 +216,14 @@ def in_words(totals: Totals, unit: str) -> str:
     return text
 
 
-def in_short(totals: Totals, unit: str) -> str:
-    """Days and money (or GPU-hours), as `in_words` has them."""
+def in_short(totals: Totals, unit: str, *, factor: bool = True) -> str:
+    """Days and money (or GPU-hours), as `in_words` has them.
+
+    With what a step is worth where that is not certain, unless it is said elsewhere: `factor`.
+    """
     text = f"{short(totals.tokens)} {unit}s in {amount(totals.days)} days"
     text += _between(totals, "days")
-    if not totals.factor.certain:
+    if factor and not totals.factor.certain:
         more = " or more" if totals.factor.high is None else ""
         equal = amount(totals.days / totals.factor.factor)
         text += f"{more} to the loss of ddp ({equal} at equal steps),"
@@ -230,8 +240,9 @@ def sentences(trainings: Trainings) -> list[str]:
         return ["what its steps are worth is not known: --steps-factor sets it"]
     alone = sum(totals is not None for _, _, totals in trainings) == 1
     said = []
-    if not next(iter(best.values()))[1].fits_in_memory:
-        who = "it does not fit" if alone else "none of these fits"
+    first = next(iter(best.values()))[1]
+    if not first.fits_in_memory:
+        who = first.misfit if alone else "none of these fits"
         said.append(f"{who} in memory; if it did:")
     for head, (name, result, totals) in best.items():
         assert totals is not None
@@ -239,14 +250,14 @@ def sentences(trainings: Trainings) -> list[str]:
     return [*said, *traded(best)]
 
 
-def in_brief(trainings: Trainings) -> list[str]:
-    """The answer as `sentences` has it, of each training only days and money."""
+def in_brief(trainings: Trainings, *, factor: bool = True) -> list[str]:
+    """The answer as `sentences` has it, of each training only days and money: `in_short`."""
     best = chosen(trainings)
     said = []
     for head, (name, result, total) in best.items():
         assert total is not None
         lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
-        said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
+        said.append(f"{head}: {name}, {in_short(total, result.unit, factor=factor)}{lost}.")
     return [*said, *traded(best)] if best else sentences(trainings)
 
 
@@ -312,8 +323,11 @@ def amount(value: float) -> str:
 
 
 def short(tokens: float) -> str:
-    """A large number as people type it: 1e12, 2.5e11."""
-    return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
+    """A large number as people type it: 1T, 250B, 1.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.12g}{letter}"
+    return f"{tokens:,.12g}"
 
 
 def _between(totals: Totals, name: str, unit: float = 1) -> str:
