@@ -45,11 +45,18 @@ def write_page(path: Path, page: "Page") -> None:
     write_atomically({path: rendered(page)})
 
 
-def more(*, full: bool, files: Iterable[Path | None]) -> str:
-    """How a first screen says what else there is: the rest, and the files that were written."""
-    written = [str(path) for path in files if path]
+def more(*, full: bool, files: Iterable[Path | None], lacking: str = "") -> str:
+    """How a first screen says what else there is: the rest, the files that were written.
+
+    `lacking` is what was not written, and why.
+    """
+    written: list[str] = []
+    for path in filter(None, files):  # out/scale.csv, .png
+        again = any(other.rpartition(".")[0] == str(path.with_suffix("")) for other in written)
+        written.append(path.suffix if again else str(path))
     ways = "below; --json" if full else "--full, --json"
-    return f"{ways}; written: {', '.join(written)}" if written else f"{ways}, --report FILE.html"
+    ways += f"; written: {', '.join(written)}" if written else ", --report FILE.html"
+    return f"{ways}; {lacking}" if lacking else ways
 
 
 def print_where(path: Path | None, *, quiet: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,7 @@ from co2sim.report.bundle import check
 from co2sim.report.text import answer, totals
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import Screen, print_screen
+from co2sim.studies.grid import strategy_title
 
 
 @options.one_case
@@ -100,35 +101,29 @@ def _screen(
 ) -> Screen:
     """The answer: of one strategy, or of several, the fastest first."""
     trained = totals.totals_for(cases, results, tokens, goal)
-    names = answer.labels(result.strategy for result in results)
-    entries = [
-        answer.Simulated(name=name, case=case, result=result, totals=total)
-        for name, case, result, total in zip(
-            [_name(result, names, alone=len(cases) == 1) for result in results],
-            *(cases, results, trained),
-            strict=True,
-        )
-    ]
+    asked = [strategy_title(case.strategy) for case in cases]
+    short = answer.labels(asked)
+    entries = []
+    for title, case, result, total in zip(asked, cases, results, trained, strict=True):
+        name = short[title] if len(cases) > 1 else totals.where(result)
+        about = {"name": name, "label": name, "method": short[title]}
+        entries.append(answer.Simulated(**about, case=case, result=result, totals=total))
     verdict = {entry.name: str(one) for entry, one in zip(entries, judged, strict=True) if one}
     if len(entries) == 1:
         said = verdict.get(entries[0].name, "")
         return answer.of_one(entries[0], driver.resolve_auto, goal, tokens, said)
     entries.sort(key=answer.pace, reverse=True)
     first = entries[0].result
+    job = f"{answer.job(first, tokens)} on {counted(first.gpus, 'GPU')}"
     return answer.of_several(
         entries,
         (["strategy"], [[entry.name] for entry in entries]),
-        f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}",
+        f"{job}: {answer.setup([first.place], results)}",
         goal,
         tokens,
-        said=[("learning", f"{name}: {text}") for name, text in verdict.items()],
-        key=answer.legend(names),
+        said=[("learning", f"{name}: {text}") for name, text in verdict.items() if len(verdict) == 1],
+        key=answer.legend({entry.name: entry.result.strategy for entry in entries}),
     )
-
-
-def _name(result: Result, names: Mapping[str, str], *, alone: bool) -> str:
-    """A case alone with its GPUs; beside others by its label."""
-    return totals.where(result) if alone else names[result.strategy]
 
 
 def _print_json(

@@ -13,7 +13,7 @@ from co2sim.cli import options, output
 from co2sim.common.cli import print_json, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import counted, scaled
+from co2sim.common.units import counted, percent, scaled
 from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
@@ -22,18 +22,19 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.tables import COMPARED, comparison_cells
-from co2sim.report.text import result, totals
+from co2sim.report.text import answer, result, totals
 from co2sim.report.text.result import (
     print_assumed,
     print_chosen,
     print_warnings,
     speeds,
 )
+from co2sim.report.text.screen import Screen, print_screen
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.grid import strategy_title
+from co2sim.studies.grid import display_name, offer_names, strategy_title
 from co2sim.studies.run_all import Interrupted, Outcome, efficiencies, run_all
 from co2sim.studies.table import to_frame
 
@@ -78,6 +79,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = Path("out"),
     jobs: options.Jobs = 1,
     tokens: totals.Tokens = None,
+    full: options.Full = False,  # noqa: FBT002
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -95,8 +97,11 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     if json_:
         print_json(_plain(compared, list(files)))
         return
-    _print(console(), compared, published, out)
-    output.print_where(report)
+    lacking = "" if installed() else MISSING
+    print_screen(_screen(compared), output.more(full=full, files=files, lacking=lacking))
+    if full:
+        print_lines(console(), "")
+        _print_details(console(), compared, published)
 
 
 @options.open_job
@@ -223,25 +228,77 @@ def _plain(compared: _Compared, files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _print(terminal: Console, compared: _Compared, published: Path | None, out: Path) -> None:
+def _screen(compared: _Compared) -> Screen:
+    """The answer: the best, and a row for each strategy on each cluster."""
+    cases, results, tokens = compared.cases, compared.results, compared.tokens
+    trained = totals.totals_for(cases, results, tokens, compared.goal)
+    short = answer.labels(map(_asked, cases))
+    offers = offer_names([case.cluster for case in cases])
+    several = len(offers) > 1
+    rows, entries = [], []
+    for case, result, total in zip(cases, results, trained, strict=True):
+        method, cluster = short[_asked(case)], offers[display_name(case.cluster)]
+        of = f" of {cluster}" * several
+        about = {"name": f"{method} on {counted(result.gpus, 'GPU')}{of}", "label": method + of}
+        entry = answer.Simulated(
+            **about, method=method, case=case, result=result, totals=total
+        )
+        entries.append(entry)
+        rows.append([*[cluster] * several, method])
+    named = (["cluster"] * several + ["strategy"], rows)
+    what = "days" if tokens else f"{results[0].unit}s/s of a GPU"
+    where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
+    alone = f"{answer.job(results[0], tokens)} on {answer.setup([results[-1].place], results)}"
+    return answer.of_several(
+        entries,
+        named,
+        "" if several else alone,
+        compared.goal,
+        tokens,
+        said=[("published", text) for text in _beside_published(compared.comparisons)],
+        key=answer.legend(
+            {short[_asked(case)]: _asked(case) for case in cases},
+            where,
+            f"{what} by GPUs, then of the most GPUs",
+        ),
+        table=answer.of_counts(entries, named, tokens),
+    )
+
+
+def _asked(case: Question) -> str:
+    return strategy_title(case.strategy)
+
+
+def _beside_published(comparisons: Sequence[SpeedComparison]) -> list[str]:
+    """One line on published cells beside their predictions."""
+    if not comparisons:
+        return []
+    errors = [abs(comparison.error) for comparison in comparisons]
+    fitted = sum(comparison.cell.use == "fit" for comparison in comparisons)
+    worst = max(comparisons, key=lambda comparison: abs(comparison.error))
+    return [
+        f"{counted(len(errors), 'cell')} beside predictions: {sum(errors) / len(errors):.0%} off in"
+        f" the mean, {percent(worst.error)} at most; {fitted} of them were fitted"
+    ]
+
+
+def _print_details(terminal: Console, compared: _Compared, published: Path | None) -> None:
+    """All figures, each table once."""
     cases, results = compared.cases, compared.results
     goal, tokens = compared.goal, compared.tokens
-    trained = [] if tokens is None else totals.totals_for(cases, results, tokens, goal)
-    if trained:
-        where = [f"{totals.where(r)} of {c.cluster}" for c, r in zip(cases, results, strict=True)]
-        answer = totals.sentences(list(zip(where, results, trained, strict=True)))
-        print_lines(terminal, *answer, "")
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
     totals.print_worth(terminal, results, goal, "")
     if tokens is not None:
+        trained = totals.totals_for(cases, results, tokens, goal)
+        short = answer.labels(map(_asked, cases))
         rows = [
-            [str(case.cluster), strategy_title(case.strategy), str(result.gpus)]
+            [str(case.cluster), short[_asked(case)], f"{result.gpus:,}"]
             for case, result in zip(cases, results, strict=True)
         ]
         columns = ("cluster", "strategy", "GPUs")
-        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=2)
+        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=3)
         print_lines(terminal, *totals.basis_lines(cases, trained), "")
     if compared.comparisons:
         _print_published(terminal, compared.comparisons)
@@ -249,8 +306,6 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
         what = "tokens_per_s or scalability_ratio of these clusters and this model"
         print_lines(terminal, f"no cell of {published} is a {what}", "")
     print_assumed(terminal, results)
-    drawn = f"{out / 'scale.png'}, {out / 'scale.svg'}" if installed() else f"none: {MISSING}"
-    print_lines(terminal, f"table   {out / 'scale.csv'}", f"figure  {drawn}")
 
 
 def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:

@@ -42,8 +42,7 @@ class Limit:
             return ()
         speed, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
         line = (
-            f"{self.words}, so these are gathered only when they are needed; {self.options} gives"
-            f" {instead} {result.unit}s/s instead of {speed}"
+            f"{self.options} gives {instead} {result.unit}s/s instead of {speed}: {self.words}"
         )
         return (line,)
 
@@ -89,7 +88,7 @@ def _prefetch_words(words: str, budget: int, parts: Sequence[Sequence[Block]]) -
     sizes = [block.parameters for blocks in parts for block in blocks]
     largest = _largest(parts)
     return (
-        f"{words}: that prefetch budget is less than {sum(size > budget for size in sizes)} of"
+        f"{words} is less than {sum(size > budget for size in sizes)} of"
         f" {counted(len(sizes), 'block')} need ({largest.name} has"
         f" {counted(largest.parameters, 'parameter')})"
     )
@@ -99,7 +98,7 @@ def _live_words(limit: int, pairs: Sequence[tuple[Block, Block]]) -> str:
     first, second = max(pairs, key=_together)
     over = sum(_together(pair) > limit for pair in pairs)
     return (
-        f"max_live={limit}: that limit is less than {over} of {counted(len(pairs), 'block')} need"
+        f"max_live={limit} is less than {over} of {counted(len(pairs), 'block')} need"
         f" beside the one before ({first.name} and {second.name} have"
         f" {counted(_together((first, second)), 'parameter')})"
     )

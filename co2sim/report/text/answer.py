@@ -1,5 +1,6 @@
 """The first screens of `co2sim run`, `scale` and `sweep`: one case, or several beside each other."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from co2sim.common.units import counted, duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.intervals import nearest, published_runs, shares, undecided
+from co2sim.prediction.intervals import nearest, published_runs, shares, undecided, unshared
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
+from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import totals
 from co2sim.report.text.result import as_taken, first_of, fit, fitting, speeds
@@ -26,10 +27,13 @@ from co2sim.report.text.screen import WIDTH, Screen
 class Simulated:
     """A case, its result, and what it takes to train the tokens that were asked for, if any.
 
-    `name` is what an answer calls it, such as "co2(48,node) on 64 GPUs".
+    `name` is what an answer calls it, such as "co2(48,node) on 64 GPUs"; `label` is what tells it
+    from others on as many GPUs, `method` its strategy alone, in short.
     """
 
     name: str
+    label: str
+    method: str
     case: Question
     result: Result
     totals: Totals | None = None
@@ -73,10 +77,12 @@ def _value(key: str, value: str) -> str:
     return {"true": key, "false": f"no-{key}"}.get(value, value)
 
 
-def legend(names: Mapping[str, str]) -> list[str]:
-    """One line on the labels that are not the whole title; nothing where all are."""
-    short = [f"{label}: {title}" for title, label in names.items() if label != title]
-    return [f"({'; '.join(short)})"] if short else []
+def legend(named: Mapping[str, str], *before: str) -> list[str]:
+    """The options of labels that are not the whole title, behind other words; none for nothing."""
+    short = {label: title for label, title in named.items() if label != title}
+    options = (f"{label}: {title.partition('(')[2][:-1] or title}" for label, title in short.items())
+    said = [*filter(None, before), *options]
+    return [f"({'; '.join(said)})"] if said else []
 
 
 # --- one case -------------------------------------------------------------------------------------
@@ -94,7 +100,7 @@ def of_one(
     `verdict` is what is said of a local-update method.
     """
     r = entry.result
-    answer = [_first(entry, tokens), "; ".join(filter(None, [r.place, _setup([r])]))]
+    answer = [_first(entry, tokens), setup([r.place], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(r, tokens)),
@@ -102,7 +108,7 @@ def of_one(
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
         ("batch", _batch([r])),
-        *([("learning", verdict)] if verdict else _learning([r], goal)),
+        *([("learning", verdict)] if verdict else _learning([entry], goal)),
         ("counted", _counted([entry])),
         *_shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
@@ -118,8 +124,7 @@ def _first(entry: Simulated, tokens: float | None) -> str:
         said = f"{entry.name} trains {r.model}; what its steps are worth is not known: give"
         return f"{before}{said} --steps-factor."
     if entry.totals is not None:
-        in_short = totals.in_short(entry.totals, r.unit, factor=False)
-        return f"{before}{entry.name} trains {r.model} on {in_short}."
+        return f"{before}{entry.name} trains {job(r, tokens)} in {totals.at_a_glance(entry.totals)}."
     return (
         f"{before}{entry.name} trains {r.model} at {r.tokens_per_s:,.0f} {r.unit}s/s{_ends(r)},"
         f" {duration(r.step_time_s)} a step."
@@ -132,15 +137,25 @@ def _ends(r: Result) -> str:
     return f" (90 %: {r.tokens_per_s_low:,.0f} to {r.tokens_per_s_high:,.0f})"
 
 
-def _setup(results: Sequence[Result]) -> str:
-    """What results share besides the cluster: how GPUs divide the model, and the stack."""
-    said = dict.fromkeys(r.division for r in results if r.division)
-    return "; ".join([*said, *dict.fromkeys(r.stack for r in results if r.stack)])
+def job(r: Result, tokens: float | None) -> str:
+    """What is trained."""
+    return r.model if tokens is None else f"{totals.short(tokens)} {r.unit}s of {r.model}"
+
+
+def setup(before: Sequence[str], results: Sequence[Result]) -> str:
+    """Some words, how GPUs divide the model, and the stack."""
+    said = [*before, *dict.fromkeys(r.division for r in results if r.division)]
+    stacks = dict.fromkeys(_YEARS.sub("", r.stack) for r in results if r.stack)
+    return "; ".join([*said, *stacks])
+
+
+_YEARS = re.compile(r", \d{4}( to \d{4}| and later)?")
+"""Behind the name of a stack."""
 
 
 def _speed(r: Result, tokens: float | None) -> str:
     """Units a second and what they are made of; what the answer says already is left out."""
-    made_of = f"MFU {r.mfu:.1%}, {r.exposed_share:.1%} exposed communication"
+    made_of = f"MFU {r.mfu:.1%}, {r.exposed_share:.1%} exposed"
     each = number(r.tokens_per_s_per_gpu)
     if tokens is None:
         return f"{each} {r.unit}s/s a GPU, {made_of}"
@@ -188,11 +203,10 @@ def _cost(
             said += [f"{each}, at {price} a GPU"]
         else:
             said += [_no_price(best.case)]
-        return "; ".join([*said, "--tokens 1T gives days and money"])
+        return "; ".join([*said, "--tokens 1T gives days"])
     if total is None:
         return "not known, as the worth of its steps is not"
-    spent = [f"{total.gpu_hours:,.0f} GPU-hours"]
-    spent += [f"at {price} a GPU"] if total.cost is not None else []
+    spent = [f"{total.gpu_hours:,.0f} GPU-hours{f' at {price}' if total.cost is not None else ''}"]
     for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
@@ -201,20 +215,19 @@ def _cost(
 
 
 def _no_price(case: Question) -> str:
-    """How to give a price: one of the catalog for this GPU, with its date."""
+    """How to give a price: one of the catalog for this GPU, whose name has its date."""
     prices = _prices(case.load()[0].value.gpu)
     if not prices:
-        return "no price is known: --set price_per_gpu='2.5 USD/h', say"
-    name, value, date = prices[0]
-    return f"no price is given: --set price_per_gpu={name} is {value} ({date}), or yours"
+        return "no price: --set price_per_gpu='2.5 USD/h', say"
+    return f"no price: --set price_per_gpu={prices[0]}"
 
 
 _OF_GPU = re.compile(r"([a-z]+\d+)(?:-(\d+)(?=-))?")
 """The GPU of a price, and its memory, with which its name begins: a100-80-aws-2026-11."""
 
 
-def _prices(gpu: GPU) -> list[tuple[str, str, str]]:
-    """Prices of the catalog for a GPU, with their dates: medians first, then the newest."""
+def _prices(gpu: GPU) -> list[str]:
+    """The names of the catalog's prices of a GPU: medians first, then the newest."""
     words = re.split(r"[ ,-]+", gpu.name.lower())
     alike = [
         rate
@@ -223,7 +236,7 @@ def _prices(gpu: GPU) -> list[tuple[str, str, str]]:
         if of[2] is None or f"{of[2]}gb" in words
     ]
     alike.sort(key=lambda rate: ("median" in rate.name, rate.date), reverse=True)
-    return [(rate.name, rate.value, rate.date) for rate in alike]
+    return [rate.name for rate in alike]
 
 
 def _batch(results: Sequence[Result]) -> str:
@@ -234,30 +247,30 @@ def _batch(results: Sequence[Result]) -> str:
         for note in notes.alike(r.notes for r in results)
         if note.startswith(notes.BATCH_OF)
     ]
-    whole = figures.shared_batch(results) + (f" ({sources[0]})" if sources else "")
-    shared = [first.precision] if len({r.precision for r in results}) == 1 else []
+    source = "".join(f", {text[max(0, text.find('as ')):]}" for text in sources[:1])
+    whole = f"{figures.shared_batch(results, whole=False)}{source}"
+    precisions = {r.precision for r in results}
+    shared = [*precisions] if len(precisions) == 1 and precisions != {"bf16"} else []
     shared += [first.optimizer] if first.optimizer != "adamw" else []
     shared += [f"adapters of rank {first.lora}"] if first.lora else []
     rest = "".join(f", {word}" for word in shared)
     taken = {figures.brief_batch(r) for r in results}
     if len(taken) > 1:
         return f"{whole}; micro-batches or recomputation differ{rest}"
-    steps = f" x {counted(first.accumulation, 'micro-step')}" if first.accumulation > 1 else ""
+    steps = f" x {first.accumulation} steps" if first.accumulation > 1 else ""
     again = f"recompute {first.recompute}" if first.recompute != "none" else "no recomputation"
     return f"{whole}; micro-batch {first.micro_batch}{steps}, {again}{rest}"
 
 
-def _learning(results: Sequence[Result], goal: Goal) -> list[tuple[str, str]]:
-    """How many steps local updates need for one of ddp."""
-    every = {
-        r.strategy: factor
-        for r in results
-        if (factor := step_factor(r.strategy, scale_of(r), goal)) is None or factor.factor != 1
-    }
-    names = labels(r.strategy for r in results)
+def _learning(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]:
+    """How many steps local updates need for one of ddp: of each, where it has the most GPUs."""
+    factors: dict[str, StepFactor | None] = {}
+    for entry in sorted(entries, key=lambda entry: entry.result.gpus):
+        factors[entry.method] = step_factor(entry.result.strategy, scale_of(entry.result), goal)
     said = [
-        f"{names[title]} needs {'an unknown number of' if factor is None else factor} steps"
-        for title, factor in every.items()
+        f"{method} needs {'an unknown number of' if factor is None else factor} steps"
+        for method, factor in factors.items()
+        if factor is None or factor.factor != 1
     ]
     return [("learning", f"{'; '.join(said)} for one of ddp, to the same loss")] if said else []
 
@@ -266,9 +279,8 @@ def _counted(entries: Sequence[Simulated]) -> str:
     """What the answer counts, and what it does not."""
     results, trained = [e.result for e in entries], [e.totals for e in entries if e.totals]
     noise = entries[0].case.noise
-    counted_ = ["communication", "uneven nodes"] if results[0].nodes > 1 else ["communication"]
-    counted_ += [speeds(noise)] if noise.uneven else []
-    lacking = ["learning", "loading of data"]
+    counted_ = [speeds(noise)] if noise.uneven else ["uneven nodes"]
+    lacking = ["learning", "data"]
     shares_ = {total.goodput for total in trained}
     if shares_ - {1.0}:
         least, most = min(shares_), max(shares_)
@@ -276,41 +288,39 @@ def _counted(entries: Sequence[Simulated]) -> str:
         counted_.append(f"failures ({share} of the time is useful)")
     else:
         lacking.insert(0, "failures (--set failures=meta-rsc-1)")
-    if any(total.energy_kwh is not None for total in trained):
-        counted_.append("energy with cooling")
     paths = {fact.path for r in results for fact in r.assumed}
     assumed = f"; {len(paths)} inputs assumed" if paths else ""
     return f"{', '.join(counted_)}; not: {', '.join(lacking)}{assumed}"
 
 
 def _warnings(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
-    """What holds a case back: the first of each kind, and how many more there are."""
+    """What holds a case back, the first case first; of several only what would help each kind."""
     kinds: dict[str, list[str]] = {}
     for entry in entries:
-        name = f"{entry.name}: " if len(entries) > 1 else ""
         unsteady = [] if entry.result.steady else ["not a steady state: more --rounds"]
         for text in (*entry.result.warnings, *unsteady):
-            kinds.setdefault(re.sub(r"[0-9][0-9.,]*", "", text), []).append(f"{name}{text}")
+            told = text if len(entries) == 1 else f"{entry.method}: {text.partition(': ')[0]}"
+            kinds.setdefault(_NUMBERS.sub("", text), []).append(told)
     return [
         ("warning", f"{said[0]}{f' (and {len(said) - 1} like it)' if len(said) > 1 else ''}")
         for said in kinds.values()
     ]
 
 
+_NUMBERS = re.compile(r"[0-9][0-9.,]*")
+
+
 def _shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     """What the stack has not, and how far off predictions of its kind were."""
     shared = notes.alike(entry.result.notes for entry in entries)
-    lacks = [note.removeprefix(notes.WHAT_IF) for note in shared if note.startswith(notes.WHAT_IF)]
-    rows = [("what-if", "; ".join(lacks))] if lacks else []
+    lacks: dict[str, list[str]] = {}
+    for note in shared:
+        if note.startswith(notes.WHAT_IF):
+            text = note.removeprefix(notes.WHAT_IF).partition("; it has")[0]
+            stack, _, what = _YEARS.sub("", text).partition(" has ")
+            lacks.setdefault(stack, []).append(what)
+    rows = [("what-if", f"{stack} has {', '.join(what)}") for stack, what in lacks.items()]
     return rows + [("like it", text) for text in _like_it(best.case, best.result)]
-
-
-_SHARED = {
-    "nothing": "that divide no states",
-    "states": "with divided optimizer states",
-    "parameters": "with divided parameters",
-}
-"""Published runs by what their replicas share."""
 
 
 def _like_it(case: Question, r: Result) -> list[str]:
@@ -320,14 +330,14 @@ def _like_it(case: Question, r: Result) -> list[str]:
     run = nearest(case, r, 1)[0].run
     far = "no published run is near this one: test it first; the nearest is " * r.unlike_published
     text = (
-        f"{far}{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: published"
-        f" {run.published:,.0f} tokens/s a GPU, predicted {run.predicted:,.0f}"
+        f"{far}{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: published"
+        f" {run.published:,.0f} a GPU, predicted {run.predicted:,.0f}"
     )
     kind = shares(r.strategy)
     alike = [abs(run.error) for run in published_runs() if run.shares == kind]
-    if kind in _SHARED and alike:
+    if alike:
         mean = sum(alike) / len(alike)
-        text += f"; {counted(len(alike), 'published run')} {_SHARED[kind]}: {mean:.0%} off"
+        text += f"; {counted(len(alike), 'run')} of its kind: {mean:.0%} off"
     about = [note for note in r.notes if note in notes.HOW_FAR_OFF]
     return [text, *about]
 
@@ -365,16 +375,18 @@ def of_several(
     best = best_of(entries)
     columns, rows = table or _table(entries, named, goal, tokens)
     results = [entry.result for entry in entries]
-    learning = [row for row in said if row[0] == "learning"] or _learning(results, goal)
+    learning = [row for row in said if row[0] == "learning"] or _learning(entries, goal)
     return Screen(
-        answer=[*_best(entries, best, tokens), "; ".join(filter(None, [where, _setup(results)]))],
+        answer=[*_best(entries, best, tokens), *filter(None, [where])],
         columns=columns,
         table=rows,
         left=len(named[0]),
         legend=key,
+        least=_LEAST,
         rows=[
             ("cost", _cost(entries, best, tokens, goal)),
-            *_warnings(entries),
+            *_without(entries),
+            *_warnings([best, *(entry for entry in entries if entry is not best)]),
             *learning,
             ("batch", _batch(results)),
             ("counted", _counted(entries)),
@@ -384,6 +396,10 @@ def of_several(
     )
 
 
+_LEAST = 2
+"""Rows that are there whatever the number of cases."""
+
+
 def best_of(entries: Sequence[Simulated]) -> Simulated:
     """What the answer names first: the best trade of what fits, or the fastest."""
     chosen = totals.chosen([(e.name, e.result, e.totals) for e in entries])
@@ -391,6 +407,22 @@ def best_of(entries: Sequence[Simulated]) -> Simulated:
         name = next(iter(chosen.values()))[0]
         return next(entry for entry in entries if entry.name == name)
     return max(entries, key=lambda e: (e.result.fits_in_memory, e.result.tokens_per_s))
+
+
+def _without(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
+    """What fits with no number of GPUs, which a table over these leaves out."""
+    inside = {entry.label for entry in entries if entry.result.fits_in_memory}
+    misfits = {entry.label: entry for entry in entries if entry.label not in inside}
+    if not inside or not misfits:
+        return []
+    room = scaled(entries[0].result.gpu_memory_bytes, "B")
+    somewhere = {entry.method for entry in entries if entry.result.fits_in_memory}
+    by_verdict: dict[str, dict[str, None]] = {}
+    for label, entry in misfits.items():
+        name = label if entry.method in somewhere else entry.method
+        by_verdict.setdefault(fit(entry.result), {})[name] = None
+    said = [f"{verdict} in {room}: {first_of([*names], _NAMED)}" for verdict, names in by_verdict.items()]
+    return [("memory", "; ".join(said))]
 
 
 def pace(entry: Simulated) -> tuple[bool, float, float]:
@@ -406,16 +438,33 @@ def _best(
     trainings = [(entry.name, entry.result, entry.totals) for entry in entries]
     r = best.result
     if tokens is not None:
-        said = totals.in_brief(trainings, factor=False)
+        said = _chosen(trainings)
     elif r.fits_in_memory:
         said = [f"Fastest: {best.name}, {r.tokens_per_s:,.0f} {r.unit}s/s{_ends(r)}."]
     else:
         said = [f"None of these fits in memory; the fastest is {best.name}."]
-    open_ = [entry.name for entry in entries if entry is not best and _undecided(best, entry)]
-    return [*said, *([f"Undecided: {first_of(open_, _NAMED)} may be as good."] if open_ else [])]
+    close = [entry for entry in entries if entry is not best and _undecided(best, entry)]
+    names = [
+        entry.method if entry.result.cluster == r.cluster else entry.label
+        for entry in sorted(close, key=lambda entry: entry.result.cluster != r.cluster)
+    ]
+    return [*said, *([f"Undecided: {first_of(names, _NAMED)} may be as good."] if names else [])]
 
 
-_NAMED = 3
+def _chosen(trainings: totals.Trainings) -> list[str]:
+    """The best trade, the cheapest and the fastest, a line each."""
+    chosen = totals.chosen(trainings)
+    if not chosen:
+        return totals.sentences(trainings)
+    said = []
+    for head, (name, r, total) in chosen.items():
+        assert total is not None
+        lost = f"; it {r.misfit} in memory" if r.misfit else ""
+        said.append(f"{head.replace(', and', ' and')}: {name}, {totals.at_a_glance(total, ranged=len(chosen) == 1)}{lost}.")
+    return said
+
+
+_NAMED = 2
 """Cases that are named."""
 
 
@@ -425,10 +474,12 @@ def _undecided(best: Simulated, other: Simulated) -> bool:
         return False
     if best.totals is None or other.totals is None:
         return best.totals is other.totals and undecided(best.result, other.result)
-    if best.totals.factor.certain and other.totals.factor.certain:
-        return undecided(best.result, other.result)
     least, most = other.totals.days_low, best.totals.days_high
-    return least is not None and most is not None and least <= most
+    if least is None or most is None or least > most:
+        return False
+    needed = other.totals.factor.ends[0], best.totals.factor.ends[1]
+    reach = math.hypot(unshared(best.result, other.result), *map(math.log, needed))
+    return math.log(other.totals.days / best.totals.days) <= reach
 
 
 def _table(
@@ -487,34 +538,42 @@ def of_counts(
     entries: Sequence[Simulated],
     named: tuple[Sequence[str], Sequence[Sequence[str]]],
     tokens: float | None,
-) -> tuple[list[str], list[list[str]], str]:
-    """A table with a column for each number of GPUs, in one piece, and what it has there.
+) -> tuple[list[str], list[list[str]]]:
+    """A table with a column for each number of GPUs, in one piece: days, or speed of a GPU.
 
     `named` names the rows, with the same cells where they are one. The columns behind the counts
-    are of the largest one of a row. Where there is no room counts in the middle are left out.
+    are of the largest one of a row. What fits with no number is left out, unless that is all.
+    Where there is no room the share of exposed communication gives way, then counts in the middle.
     """
     by_row: dict[tuple[str, ...], dict[int, Simulated]] = {}
-    for cells, entry in zip(named[1], entries, strict=True):
+    best = best_of(entries).result.cluster
+    pairs = sorted(zip(named[1], entries, strict=True), key=lambda p: p[1].result.cluster != best)
+    for cells, entry in pairs:  # the best cluster first, else in order
         by_row.setdefault(tuple(cells), {})[entry.result.gpus] = entry
-    sizes = sorted({entry.result.gpus for entry in entries})
-    unit = entries[0].result.unit
+    inside = {
+        cells: row
+        for cells, row in by_row.items()
+        if any(entry.result.fits_in_memory for entry in row.values())
+    }
+    sizes, exposed = sorted({entry.result.gpus for entry in entries}), True
     room = min(console().width, WIDTH)
     while True:
         columns = [*named[0], *(f"{size:,}" for size in sizes), "90 %"]
-        columns += [*([_money(entries)] if tokens else []), "exposed", "memory"]
+        columns += [*([_money(entries)] if tokens else []), *["exposed"] * exposed, "memory"]
         rows = [
             [
                 *cells,
                 *(_at(row.get(size), tokens) for size in sizes),
-                *_largest(row[max(row)], entries, tokens),
+                *_largest(row[max(row)], entries, tokens, exposed=exposed),
             ]
-            for cells, row in by_row.items()
+            for cells, row in (inside or by_row).items()
         ]
         if len(sizes) <= _FEWEST or _width(columns, rows) <= room:
-            break
-        del sizes[len(sizes) // 2]
-    what = "days" if tokens else f"{unit}s/s of a GPU"
-    return columns, rows, f"({what} by number of GPUs; the columns behind are of the most GPUs)"
+            return columns, rows
+        if exposed:
+            exposed = False
+        else:
+            del sizes[len(sizes) // 2]
 
 
 _FEWEST = 2
@@ -533,19 +592,25 @@ def _at(entry: Simulated | None, tokens: float | None) -> str:
 
 
 def _largest(
-    entry: Simulated, entries: Sequence[Simulated], tokens: float | None
+    entry: Simulated, entries: Sequence[Simulated], tokens: float | None, *, exposed: bool
 ) -> list[str]:
     """What a row says of the largest number of GPUs."""
     r = entry.result
-    exposed = f"{r.exposed_share:.0%}"
+    rest = [*[f"{r.exposed_share:.0%}"] * exposed, fit(r)]
+    low, high = r.tokens_per_s_low, r.tokens_per_s_high
     if tokens is None:
-        low, high = r.tokens_per_s_low, r.tokens_per_s_high
-        ends = "-" if low is None or high is None else f"{low / r.gpus:,.0f} to {high / r.gpus:,.0f}"
-        return [ends, exposed, fit(r)]
+        if low is None or high is None:
+            return ["-", *rest]
+        return [f"{low / r.gpus:,.0f} to {high / r.gpus:,.0f}", *rest]
     if entry.totals is None:
-        return ["-", "-", exposed, fit(r)]
-    ends = totals.ranged(entry.totals, "days").partition("(")[2].removesuffix(")") or "-"
-    return [ends, _spent(entry, entries, tokens)[1], exposed, fit(r)]
+        return ["-", "-", *rest]
+    ends = entry.totals.days_low, entry.totals.days_high
+    between = " to ".join("?" if end is None else f"{end:,.0f}" if end > _TENS else f"{end:.2g}" for end in ends)
+    return [between, _spent(entry, entries, tokens)[1], *rest]
+
+
+_TENS = 10.0
+"""From here on ends of an interval need no decimals."""
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:

@@ -216,14 +216,11 @@ def in_words(totals: Totals, unit: str) -> str:
     return text
 
 
-def in_short(totals: Totals, unit: str, *, factor: bool = True) -> str:
-    """Days and money (or GPU-hours), as `in_words` has them.
-
-    With what a step is worth where that is not certain, unless it is said elsewhere: `factor`.
-    """
+def in_short(totals: Totals, unit: str) -> str:
+    """Days and money (or GPU-hours), as `in_words` has them."""
     text = f"{short(totals.tokens)} {unit}s in {amount(totals.days)} days"
     text += _between(totals, "days")
-    if factor and not totals.factor.certain:
+    if not totals.factor.certain:
         more = " or more" if totals.factor.high is None else ""
         equal = amount(totals.days / totals.factor.factor)
         text += f"{more} to the loss of ddp ({equal} at equal steps),"
@@ -231,6 +228,18 @@ def in_short(totals: Totals, unit: str, *, factor: bool = True) -> str:
     if totals.cost is None:
         return f"{text}, {totals.gpu_hours:,.0f} GPU-hours"
     return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
+
+
+def at_a_glance(totals: Totals, *, ranged: bool = True) -> str:
+    """Days with their interval, and money, with its own where `ranged`; what a screen begins with.
+
+    What a step is worth and GPU-hours are left to other lines.
+    """
+    text = f"{amount(totals.days)} days{_between(totals, 'days')}"
+    if totals.cost is None:
+        return text
+    ends = _between(totals, "cost") if ranged else ""
+    return f"{text}, {totals.cost:,.0f} {totals.currency}{ends}"
 
 
 def sentences(trainings: Trainings) -> list[str]:
@@ -250,14 +259,14 @@ def sentences(trainings: Trainings) -> list[str]:
     return [*said, *traded(best)]
 
 
-def in_brief(trainings: Trainings, *, factor: bool = True) -> list[str]:
-    """The answer as `sentences` has it, of each training only days and money: `in_short`."""
+def in_brief(trainings: Trainings) -> list[str]:
+    """The answer as `sentences` has it, of each training only days and money."""
     best = chosen(trainings)
     said = []
     for head, (name, result, total) in best.items():
         assert total is not None
-        lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
-        said.append(f"{head}: {name}, {in_short(total, result.unit, factor=factor)}{lost}.")
+        lost = f"; it {result.misfit} in memory" if result.misfit else ""
+        said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
     return [*said, *traded(best)] if best else sentences(trainings)
 
 
