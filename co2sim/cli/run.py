@@ -121,7 +121,9 @@ def _screen(
         f"{job}: {answer.setup([first.place], results)}",
         goal,
         tokens,
-        said=[("learning", f"{name}: {text}") for name, text in verdict.items() if len(verdict) == 1],
+        said=[
+            ("learning", f"{name}: {text}") for name, text in verdict.items() if len(verdict) == 1
+        ],
         key=answer.legend({entry.name: entry.result.strategy for entry in entries}),
     )
 

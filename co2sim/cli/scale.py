@@ -13,7 +13,7 @@ from co2sim.cli import options, output
 from co2sim.common.cli import print_json, refuse_twice
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import counted, percent, scaled
+from co2sim.common.units import counted, scaled
 from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
@@ -240,9 +240,7 @@ def _screen(compared: _Compared) -> Screen:
         method, cluster = short[_asked(case)], offers[display_name(case.cluster)]
         of = f" of {cluster}" * several
         about = {"name": f"{method} on {counted(result.gpus, 'GPU')}{of}", "label": method + of}
-        entry = answer.Simulated(
-            **about, method=method, case=case, result=result, totals=total
-        )
+        entry = answer.Simulated(**about, method=method, case=case, result=result, totals=total)
         entries.append(entry)
         rows.append([*[cluster] * several, method])
     named = (["cluster"] * several + ["strategy"], rows)
@@ -255,7 +253,7 @@ def _screen(compared: _Compared) -> Screen:
         "" if several else alone,
         compared.goal,
         tokens,
-        said=[("published", text) for text in _beside_published(compared.comparisons)],
+        said=[("like it", text) for text in _beside_published(compared.comparisons)],
         key=answer.legend(
             {short[_asked(case)]: _asked(case) for case in cases},
             where,
@@ -274,12 +272,10 @@ def _beside_published(comparisons: Sequence[SpeedComparison]) -> list[str]:
     if not comparisons:
         return []
     errors = [abs(comparison.error) for comparison in comparisons]
+    mean, most = sum(errors) / len(errors), max(errors)
+    count = counted(len(errors), "published cell")
     fitted = sum(comparison.cell.use == "fit" for comparison in comparisons)
-    worst = max(comparisons, key=lambda comparison: abs(comparison.error))
-    return [
-        f"{counted(len(errors), 'cell')} beside predictions: {sum(errors) / len(errors):.0%} off in"
-        f" the mean, {percent(worst.error)} at most; {fitted} of them were fitted"
-    ]
+    return [f"{count}: {mean:.0%} off in the mean, {most:.0%} at most; {fitted} were fitted"]
 
 
 def _print_details(terminal: Console, compared: _Compared, published: Path | None) -> None:

@@ -268,7 +268,7 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
             continue
         method = short[strategy_title(case.strategy)]
         cells = [method if path == "strategy" else display_name(setting[path]) for path in varied]
-        name = ", ".join(f"{path} {cell}" for path, cell in zip(varied, cells, strict=True))
+        name = ", ".join(map(_named, varied, cells))
         about = {"name": name, "label": name, "method": method}
         rows.append((answer.Simulated(**about, case=case, result=result, totals=total), cells))
     if len(rows) > _FEW and not ordered:
@@ -287,6 +287,12 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
         if "strategy" in varied
         else (),
     )
+
+
+def _named(path: str, cell: str) -> str:
+    """A value that varies, in a sentence."""
+    words = {"gpus": f"{cell} GPUs", "strategy": cell, "cluster": cell, "model": cell}
+    return words.get(path, f"{path} {cell}")
 
 
 def _print_details(terminal: Console, swept: _Swept) -> None:

@@ -41,9 +41,7 @@ class Limit:
         if gain < 1 + _MIN_GAIN:
             return ()
         speed, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
-        line = (
-            f"{self.options} gives {instead} {result.unit}s/s instead of {speed}: {self.words}"
-        )
+        line = f"{self.options} gives {instead} {result.unit}s/s instead of {speed}: {self.words}"
         return (line,)
 
 

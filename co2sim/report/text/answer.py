@@ -1,9 +1,9 @@
-"""The first screens of `co2sim run`, `scale` and `sweep`: one case, or several beside each other."""
+"""The first screens of `co2sim run`, `scale` and `sweep`: one case, or several compared."""
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
@@ -13,7 +13,7 @@ from co2sim.common.units import counted, duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.intervals import nearest, published_runs, shares, undecided, unshared
+from co2sim.prediction.intervals import nearest, published_runs, shares, undecided
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
@@ -80,7 +80,9 @@ def _value(key: str, value: str) -> str:
 def legend(named: Mapping[str, str], *before: str) -> list[str]:
     """The options of labels that are not the whole title, behind other words; none for nothing."""
     short = {label: title for label, title in named.items() if label != title}
-    options = (f"{label}: {title.partition('(')[2][:-1] or title}" for label, title in short.items())
+    options = (
+        f"{label}: {title.partition('(')[2][:-1] or title}" for label, title in short.items()
+    )
     said = [*filter(None, before), *options]
     return [f"({'; '.join(said)})"] if said else []
 
@@ -124,7 +126,9 @@ def _first(entry: Simulated, tokens: float | None) -> str:
         said = f"{entry.name} trains {r.model}; what its steps are worth is not known: give"
         return f"{before}{said} --steps-factor."
     if entry.totals is not None:
-        return f"{before}{entry.name} trains {job(r, tokens)} in {totals.at_a_glance(entry.totals)}."
+        return (
+            f"{before}{entry.name} trains {job(r, tokens)} in {totals.at_a_glance(entry.totals)}."
+        )
     return (
         f"{before}{entry.name} trains {r.model} at {r.tokens_per_s:,.0f} {r.unit}s/s{_ends(r)},"
         f" {duration(r.step_time_s)} a step."
@@ -190,9 +194,7 @@ def _instead(entry: Simulated, settle: Callable[[Question], Question]) -> str:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _cost(
-    entries: Sequence[Simulated], best: Simulated, tokens: float | None, goal: Goal
-) -> str:
+def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, goal: Goal) -> str:
     """The price, what else is spent, or how to give what is missing."""
     r, total = best.result, best.totals
     price = totals.values_of([entry.case for entry in entries], "price_per_gpu")
@@ -247,7 +249,7 @@ def _batch(results: Sequence[Result]) -> str:
         for note in notes.alike(r.notes for r in results)
         if note.startswith(notes.BATCH_OF)
     ]
-    source = "".join(f", {text[max(0, text.find('as ')):]}" for text in sources[:1])
+    source = "".join(f", {text[max(0, text.find('as ')) :]}" for text in sources[:1])
     whole = f"{figures.shared_batch(results, whole=False)}{source}"
     precisions = {r.precision for r in results}
     shared = [*precisions] if len(precisions) == 1 and precisions != {"bf16"} else []
@@ -268,11 +270,12 @@ def _learning(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]
     for entry in sorted(entries, key=lambda entry: entry.result.gpus):
         factors[entry.method] = step_factor(entry.result.strategy, scale_of(entry.result), goal)
     said = [
-        f"{method} needs {'an unknown number of' if factor is None else factor} steps"
+        f"{method} {'an unknown number' if factor is None else factor}"
         for method, factor in factors.items()
         if factor is None or factor.factor != 1
     ]
-    return [("learning", f"{'; '.join(said)} for one of ddp, to the same loss")] if said else []
+    text = f"steps for one of ddp, to the same loss: {', '.join(said)}"
+    return [("learning", text)] if said else []
 
 
 def _counted(entries: Sequence[Simulated]) -> str:
@@ -385,7 +388,7 @@ def of_several(
         least=_LEAST,
         rows=[
             ("cost", _cost(entries, best, tokens, goal)),
-            *_without(entries),
+            *(_without(entries) if table else []),
             *_warnings([best, *(entry for entry in entries if entry is not best)]),
             *learning,
             ("batch", _batch(results)),
@@ -421,7 +424,10 @@ def _without(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     for label, entry in misfits.items():
         name = label if entry.method in somewhere else entry.method
         by_verdict.setdefault(fit(entry.result), {})[name] = None
-    said = [f"{verdict} in {room}: {first_of([*names], _NAMED)}" for verdict, names in by_verdict.items()]
+    said = [
+        f"{verdict} in {room}: {first_of([*names], _NAMED)}"
+        for verdict, names in by_verdict.items()
+    ]
     return [("memory", "; ".join(said))]
 
 
@@ -431,9 +437,7 @@ def pace(entry: Simulated) -> tuple[bool, float, float]:
     return entry.result.fits_in_memory, days, entry.result.tokens_per_s
 
 
-def _best(
-    entries: Sequence[Simulated], best: Simulated, tokens: float | None
-) -> list[str]:
+def _best(entries: Sequence[Simulated], best: Simulated, tokens: float | None) -> list[str]:
     """The best of several, a sentence each, and which may be as good."""
     trainings = [(entry.name, entry.result, entry.totals) for entry in entries]
     r = best.result
@@ -442,11 +446,13 @@ def _best(
     elif r.fits_in_memory:
         said = [f"Fastest: {best.name}, {r.tokens_per_s:,.0f} {r.unit}s/s{_ends(r)}."]
     else:
-        said = [f"None of these fits in memory; the fastest is {best.name}."]
+        said = [f"None of these fits in memory: `co2sim run` of {best.name} says what would."]
     close = [entry for entry in entries if entry is not best and _undecided(best, entry)]
+    close.sort(key=lambda entry: entry.result.cluster != r.cluster)
+    alike = [e.method for e in entries if (e.result.cluster, e.result.gpus) == (r.cluster, r.gpus)]
     names = [
-        entry.method if entry.result.cluster == r.cluster else entry.label
-        for entry in sorted(close, key=lambda entry: entry.result.cluster != r.cluster)
+        e.method if e.result.cluster == r.cluster and alike.count(e.method) == 1 else e.label
+        for e in close
     ]
     return [*said, *([f"Undecided: {first_of(names, _NAMED)} may be as good."] if names else [])]
 
@@ -459,8 +465,9 @@ def _chosen(trainings: totals.Trainings) -> list[str]:
     said = []
     for head, (name, r, total) in chosen.items():
         assert total is not None
+        spent = totals.at_a_glance(total, ranged=len(chosen) == 1)
         lost = f"; it {r.misfit} in memory" if r.misfit else ""
-        said.append(f"{head.replace(', and', ' and')}: {name}, {totals.at_a_glance(total, ranged=len(chosen) == 1)}{lost}.")
+        said.append(f"{head.replace(', and', ' and')}: {name}, {spent}{lost}.")
     return said
 
 
@@ -469,17 +476,23 @@ _NAMED = 2
 
 
 def _undecided(best: Simulated, other: Simulated) -> bool:
-    """Whether another one, on as many GPUs, may be as good: its days or its speed."""
+    """Whether another one, on as many GPUs, may be as good: its days or its speed.
+
+    Where a step is not surely worth one of ddp, its worth decides, as in a `Verdict`. Cases of one
+    cluster, some of whose numbers differ, share errors as two strategies do.
+    """
     if not other.result.fits_in_memory or best.result.gpus != other.result.gpus:
         return False
-    if best.totals is None or other.totals is None:
-        return best.totals is other.totals and undecided(best.result, other.result)
-    least, most = other.totals.days_low, best.totals.days_high
+    here, there = best.totals, other.totals
+    if here is None or there is None or (here.factor.certain and there.factor.certain):
+        alike = best.case.cluster == other.case.cluster
+        result = replace(other.result, cluster=best.result.cluster) if alike else other.result
+        return (here is None) == (there is None) and undecided(best.result, result)
+    least, most = there.days_low, here.days_high
     if least is None or most is None or least > most:
         return False
-    needed = other.totals.factor.ends[0], best.totals.factor.ends[1]
-    reach = math.hypot(unshared(best.result, other.result), *map(math.log, needed))
-    return math.log(other.totals.days / best.totals.days) <= reach
+    worth = math.hypot(math.log(there.factor.ends[0]), math.log(here.factor.ends[1]))
+    return math.log(there.days / here.days) <= worth
 
 
 def _table(
@@ -515,23 +528,22 @@ def _spent_heads(entries: Sequence[Simulated], tokens: float | None) -> list[str
 
 
 def _money(entries: Sequence[Simulated]) -> str:
-    """The currency, or GPU-hours where a price is missing."""
-    trained = [entry.totals for entry in entries if entry.totals]
-    currencies = {total.currency for total in trained}
-    return str(*currencies) if len(currencies) == 1 and None not in currencies else "GPU-hours"
+    """The currency, or several; GPU-hours where a price is missing."""
+    currencies = {str(entry.totals.currency) for entry in entries if entry.totals}
+    return "GPU-hours" if "None" in currencies else " or ".join(sorted(currencies))
 
 
-def _spent(
-    entry: Simulated, entries: Sequence[Simulated], tokens: float | None
-) -> list[str]:
+def _spent(entry: Simulated, entries: Sequence[Simulated], tokens: float | None) -> list[str]:
     """Days and money of a row, under `_spent_heads`."""
     if tokens is None:
         return []
-    if entry.totals is None:
+    total = entry.totals
+    if total is None:
         return ["-", "-"]
-    hours = _money(entries) == "GPU-hours"
-    money = entry.totals.gpu_hours if hours else entry.totals.cost
-    return [totals.ranged(entry.totals, "days"), f"{money:,.0f}"]
+    head = _money(entries)
+    money = total.gpu_hours if head == "GPU-hours" else total.cost
+    named = f" {total.currency}" if head not in {"GPU-hours", total.currency} else ""
+    return [totals.ranged(total, "days"), f"{money:,.0f}{named}"]
 
 
 def of_counts(
@@ -605,7 +617,9 @@ def _largest(
     if entry.totals is None:
         return ["-", "-", *rest]
     ends = entry.totals.days_low, entry.totals.days_high
-    between = " to ".join("?" if end is None else f"{end:,.0f}" if end > _TENS else f"{end:.2g}" for end in ends)
+    between = " to ".join(
+        "?" if end is None else f"{end:,.0f}" if end > _TENS else f"{end:.2g}" for end in ends
+    )
     return [between, _spent(entry, entries, tokens)[1], *rest]
 
 

@@ -33,9 +33,9 @@ def rows_of(totals: Totals | None, unit: str) -> list[tuple[str, str]]:
     """The totals as rows of a single result."""
     if totals is None:
         return [("days, cost and energy", "steps factor not known")]
-    more = f", {totals.trained:.4g} trained" if totals.trained != totals.tokens else ""
+    more = f", {short(totals.trained)} trained" if totals.trained != totals.tokens else ""
     rows = [
-        (f"days for {totals.tokens:.4g} {unit}s{more}", ranged(totals, "days")),
+        (f"days for {short(totals.tokens)} {unit}s{more}", ranged(totals, "days")),
         ("GPU-hours", figures(totals.gpu_hours)),
     ]
     if totals.cost is not None:
@@ -335,7 +335,7 @@ def short(tokens: float) -> str:
     """A large number as people type it: 1T, 250B, 1.5M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if tokens >= size:
-            return f"{tokens / size:.12g}{letter}"
+            return f"{tokens / size:.4g}{letter}"
     return f"{tokens:,.12g}"
 
 
