@@ -18,16 +18,20 @@ from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_factors import Goal, local_updates
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.tables import COMPARED, comparison_cells
-from co2sim.report.text import answer, result, totals
+from co2sim.report.text import answer, totals
 from co2sim.report.text.result import (
+    not_told_apart,
     print_assumed,
     print_chosen,
+    print_sources,
     print_warnings,
+    relative,
     speeds,
+    stacks_of,
 )
 from co2sim.report.text.screen import Screen, print_screen
 from co2sim.simulation.noise import Noise
@@ -244,7 +248,9 @@ def _screen(compared: _Compared) -> Screen:
         entries.append(entry)
         rows.append([*[cluster] * several, method])
     named = (["cluster"] * several + ["strategy"], rows)
-    what = "days" if tokens else f"{results[0].unit}s/s of a GPU"
+    what = f"{results[0].unit}s/s of a GPU" if tokens is None else "days"
+    if tokens is not None and local_updates(result.strategy for result in results):
+        what += " to the loss of ddp"
     where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
     alone = f"{answer.job(results[0], tokens)} on {answer.setup([results[-1].place], results)}"
     return answer.of_several(
@@ -312,7 +318,7 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
         f"{shared_batch(results)}, {first.precision}",
         first.division,
         speeds(noise) if noise.uneven else "",
-        result.stacks_of(results),
+        stacks_of(results),
     ]
     return "; ".join(filter(None, parts))
 
@@ -352,7 +358,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([result.relative(last) if inside else "-"] if ranged else []),
+                *([relative(last) if inside else "-"] if ranged else []),
                 f"{efficiency:.1%}" if inside and efficiency is not None else "-",
                 f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
@@ -368,8 +374,8 @@ def _print_cluster(
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"no fit: needs more than the {size} of a GPU; `co2sim run` says what would")
     print_lines(terminal, *notes)
-    close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
-    result.print_sources(terminal, results, *([close] if close else []), "")
+    close = not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
+    print_sources(terminal, results, *([close] if close else []), "")
     named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
     print_chosen(terminal, named)
     print_warnings(terminal, named)

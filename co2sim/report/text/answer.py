@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from co2sim.catalog.facts import rates
 from co2sim.common.tables import console
-from co2sim.common.units import counted, duration, number, scaled
+from co2sim.common.units import duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.figures import INTERVAL
@@ -78,12 +78,17 @@ def _value(key: str, value: str) -> str:
 
 
 def legend(named: Mapping[str, str], *before: str) -> list[str]:
-    """The options of labels that are not the whole title, behind other words; none for nothing."""
-    short = {label: title for label, title in named.items() if label != title}
-    options = (
-        f"{label}: {title.partition('(')[2][:-1] or title}" for label, title in short.items()
-    )
-    said = [*filter(None, before), *options]
+    """The options of labels that are not the whole title, behind other words; none for nothing.
+
+    Of labels with the same options only the first is there.
+    """
+    kinds: dict[tuple[str, ...], str] = {}
+    for label, title in named.items():
+        if label != title:
+            name, options = _options(title)
+            words = ", ".join(f"{key}={value}" for key, value in options.items())
+            kinds.setdefault((name, *options), f"{label}: {words or title}")
+    said = [*filter(None, before), *kinds.values()]
     return [f"({'; '.join(said)})"] if said else []
 
 
@@ -102,7 +107,7 @@ def of_one(
     `verdict` is what is said of a local-update method.
     """
     r = entry.result
-    answer = [_first(entry, tokens), setup([r.place], [r])]
+    answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([r.place], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(r, tokens)),
@@ -111,7 +116,7 @@ def of_one(
         *_warnings([entry]),
         ("batch", _batch([r])),
         *([("learning", verdict)] if verdict else _learning([entry], goal)),
-        ("counted", _counted([entry])),
+        ("counted", _counted([entry], learns=bool(verdict or _learning([entry], goal)))),
         *_shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
     ]
@@ -159,7 +164,7 @@ _YEARS = re.compile(r", \d{4}( to \d{4}| and later)?")
 
 def _speed(r: Result, tokens: float | None) -> str:
     """Units a second and what they are made of; what the answer says already is left out."""
-    made_of = f"MFU {r.mfu:.1%}, {r.exposed_share:.1%} exposed"
+    made_of = f"MFU {r.mfu:.0%}, {r.exposed_share:.0%} exposed"
     each = number(r.tokens_per_s_per_gpu)
     if tokens is None:
         return f"{each} {r.unit}s/s a GPU, {made_of}"
@@ -249,7 +254,7 @@ def _batch(results: Sequence[Result]) -> str:
         for note in notes.alike(r.notes for r in results)
         if note.startswith(notes.BATCH_OF)
     ]
-    source = "".join(f", {text[max(0, text.find('as ')) :]}" for text in sources[:1])
+    source = "".join(f", {text.partition(', ')[2]}" for text in sources[:1])
     whole = f"{figures.shared_batch(results, whole=False)}{source}"
     precisions = {r.precision for r in results}
     shared = [*precisions] if len(precisions) == 1 and precisions != {"bf16"} else []
@@ -278,12 +283,12 @@ def _learning(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]
     return [("learning", text)] if said else []
 
 
-def _counted(entries: Sequence[Simulated]) -> str:
-    """What the answer counts, and what it does not."""
+def _counted(entries: Sequence[Simulated], *, learns: bool) -> str:
+    """What the answer counts, and what it does not; whether a step learns less has its own line."""
     results, trained = [e.result for e in entries], [e.totals for e in entries if e.totals]
     noise = entries[0].case.noise
     counted_ = [speeds(noise)] if noise.uneven else ["uneven nodes"]
-    lacking = ["learning", "data"]
+    lacking = [*["learning"] * (not learns), "data"]
     shares_ = {total.goodput for total in trained}
     if shares_ - {1.0}:
         least, most = min(shares_), max(shares_)
@@ -315,15 +320,21 @@ _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 
 def _shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     """What the stack has not, and how far off predictions of its kind were."""
-    shared = notes.alike(entry.result.notes for entry in entries)
+    like_it = _like_it(best.case, best.result)
+    near = [("like it" if text is like_it[0] else "", text) for text in like_it]
+    lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
+    return [*lacks, *near]
+
+
+def _lacking(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
+    """Stacks, each with what it has not."""
     lacks: dict[str, list[str]] = {}
-    for note in shared:
+    for note in notes.alike(entry.result.notes for entry in entries):
         if note.startswith(notes.WHAT_IF):
             text = note.removeprefix(notes.WHAT_IF).partition("; it has")[0]
             stack, _, what = _YEARS.sub("", text).partition(" has ")
             lacks.setdefault(stack, []).append(what)
-    rows = [("what-if", f"{stack} has {', '.join(what)}") for stack, what in lacks.items()]
-    return rows + [("like it", text) for text in _like_it(best.case, best.result)]
+    return [(stack, ", ".join(what)) for stack, what in lacks.items()]
 
 
 def _like_it(case: Question, r: Result) -> list[str]:
@@ -331,18 +342,18 @@ def _like_it(case: Question, r: Result) -> list[str]:
     if r.nearest_published is None:
         return [f"{INTERVAL}: {r.interval_source}"] if r.interval_source else []
     run = nearest(case, r, 1)[0].run
-    far = "no published run is near this one: test it first; the nearest is " * r.unlike_published
     text = (
-        f"{far}{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: published"
+        f"{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: published"
         f" {run.published:,.0f} a GPU, predicted {run.predicted:,.0f}"
     )
+    about = [note.partition("; all of")[0] for note in r.notes if note in notes.HOW_FAR_OFF]
+    if about:
+        return [text, *about]
     kind = shares(r.strategy)
-    alike = [abs(run.error) for run in published_runs() if run.shares == kind]
-    if alike:
-        mean = sum(alike) / len(alike)
-        text += f"; {counted(len(alike), 'run')} of its kind: {mean:.0%} off"
-    about = [note for note in r.notes if note in notes.HOW_FAR_OFF]
-    return [text, *about]
+    errors = [abs(run.error) for run in published_runs() if run.shares == kind]
+    if errors:
+        text += f"; {len(errors)} such runs: {sum(errors) / len(errors):.0%} off"
+    return [text]
 
 
 def _own_notes(r: Result) -> list[str]:
@@ -388,12 +399,12 @@ def of_several(
         least=_LEAST,
         rows=[
             ("cost", _cost(entries, best, tokens, goal)),
-            *(_without(entries) if table else []),
+            *(row for row in said if row not in learning),
             *_warnings([best, *(entry for entry in entries if entry is not best)]),
             *learning,
+            *(_without(entries) if table else []),
             ("batch", _batch(results)),
-            ("counted", _counted(entries)),
-            *(row for row in said if row not in learning),
+            ("counted", _counted(entries, learns=bool(learning))),
             *_shared_rows(best, entries),
         ],
     )
@@ -454,7 +465,37 @@ def _best(entries: Sequence[Simulated], best: Simulated, tokens: float | None) -
         e.method if e.result.cluster == r.cluster and alike.count(e.method) == 1 else e.label
         for e in close
     ]
-    return [*said, *([f"Undecided: {first_of(names, _NAMED)} may be as good."] if names else [])]
+    close_ = f"Undecided: {first_of(names, _NAMED)} may be as good." if names else ""
+    lacks = "".join(f" What-if: the stack has {what}." for _, what in _lacking([best]))
+    doubts = f"{close_}{lacks}{_far(entries)}{_beyond(entries)}".strip()
+    return [" ".join(filter(None, [*said, doubts]))]
+
+
+def _beyond(entries: Sequence[Simulated]) -> str:
+    """A sentence on cases of more GPUs than the cluster has, where its file says how many."""
+    sizes = sorted({size for entry in entries if (size := _fewer(entry))})
+    if not sizes:
+        return ""
+    return (
+        f" The cluster has {' or '.join(f'{size:,}' for size in sizes)} GPUs: more are a what-if."
+    )
+
+
+def _fewer(entry: Simulated) -> int | None:
+    """How many GPUs the cluster has, where that is stated and less than the case has."""
+    stated = entry.case.load()[0]
+    size = stated.value.layout.world_size
+    open_ = any(fact.path == "nodes" for fact in stated.assumed)
+    return size if size < entry.result.gpus and not open_ else None
+
+
+def _far(entries: Sequence[Simulated]) -> str:
+    """A sentence on cases that no published run is near; nothing where some is near all."""
+    far = list(dict.fromkeys(entry.method for entry in entries if entry.result.unlike_published))
+    if not far:
+        return ""
+    every = len(far) == len({entry.method for entry in entries})
+    return f" No published run is near {'it' if every else first_of(far, _NAMED)}: test first."
 
 
 def _chosen(trainings: totals.Trainings) -> list[str]:

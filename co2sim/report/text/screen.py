@@ -60,9 +60,9 @@ def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
             rows=screen.rows[:rows],
             least=screen.least,
         )
-        left = [(len(screen.table) - cases, "more case"), (len(screen.rows) - rows, "more line")]
+        left = [(len(screen.table) - cases, "case"), (len(screen.rows) - rows, "line")]
         hidden = ", ".join(counted(count, what) for count, what in left if count)
-        last = f"{hidden} and all figures: {more}" if hidden else f"all figures: {more}"
+        last = f"{f'{hidden} more' if hidden else 'all figures'}: {more}"
         if rows <= 0 and cases <= 1:
             return part, last
         sheet = Console(file=StringIO(), width=WIDTH)
