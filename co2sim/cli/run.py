@@ -118,7 +118,7 @@ def _screen(
     return answer.of_several(
         entries,
         (["strategy"], [[entry.name] for entry in entries]),
-        f"{job}: {answer.setup([first.place], results)}",
+        f"{job}: {answer.setup([answer.place(first)], results)}",
         goal,
         tokens,
         said=[

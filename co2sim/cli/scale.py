@@ -252,7 +252,9 @@ def _screen(compared: _Compared) -> Screen:
     if tokens is not None and local_updates(result.strategy for result in results):
         what += " to the loss of ddp"
     where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
-    alone = f"{answer.job(results[0], tokens)} on {answer.setup([results[-1].place], results)}"
+    alone = (
+        f"{answer.job(results[0], tokens)} on {answer.setup([answer.place(results[-1])], results)}"
+    )
     return answer.of_several(
         entries,
         named,

@@ -276,7 +276,8 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
     first = rows[0][0].result
     job = answer.job(first, tokens) if "model" not in varied else ""
     alike = [part for part in _shared(swept) if part != f"{first.model} on {first.cluster}"]
-    place = [first.place] if len({entry.result.place for entry, _ in rows}) == 1 else []
+    places = {answer.place(entry.result) for entry, _ in rows}
+    place = [*places] if len(places) == 1 else []
     return answer.of_several(
         [entry for entry, _ in rows],
         (varied, [cells for _, cells in rows]),

@@ -203,6 +203,8 @@ HOW_FAR_OFF = (ADAPTERS, DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT)
 """Notes on how far off predictions of a kind were."""
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
+ONE_SITE = "one site alone"
+"""How the note begins that compares several sites with one."""
 WHAT_IF = "what-if: "
 """How the notes begin that say what the stack has not."""
 _ALIKE = (

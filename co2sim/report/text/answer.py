@@ -107,7 +107,7 @@ def of_one(
     `verdict` is what is said of a local-update method.
     """
     r = entry.result
-    answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([r.place], [r])]
+    answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([place(r)], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(r, tokens)),
@@ -144,6 +144,13 @@ def _ends(r: Result) -> str:
     if r.tokens_per_s_low is None or r.tokens_per_s_high is None:
         return ""
     return f" (90 %: {r.tokens_per_s_low:,.0f} to {r.tokens_per_s_high:,.0f})"
+
+
+def place(r: Result) -> str:
+    """The cluster with what was changed; a price has a line of its own."""
+    name, _, changes = r.place.partition(", with ")
+    kept = [text for text in changes.split(", ") if text and not text.startswith("price_per_gpu=")]
+    return f"{name}, with {', '.join(kept)}" if kept else name
 
 
 def job(r: Result, tokens: float | None) -> str:
@@ -319,11 +326,12 @@ _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 
 
 def _shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
-    """What the stack has not, and how far off predictions of its kind were."""
+    """What the stack has not, what one site does, how far off predictions of its kind were."""
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
-    return [*lacks, *near]
+    turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
+    return [*lacks, *turns, *near]
 
 
 def _lacking(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
@@ -364,7 +372,8 @@ def _own_notes(r: Result) -> list[str]:
         for note in notes.alike([r.notes])
         if note not in told and not note.startswith((notes.BATCH_OF, notes.WHAT_IF))
     ]
-    return [*notes.own(r.notes), *beside]
+    own = [note for note in notes.own(r.notes) if not note.startswith(notes.ONE_SITE)]
+    return [*own, *beside]
 
 
 # --- several cases --------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
     words = f"run -c dgx-h100 {options} --accumulation 1".split()
     words += [] if "--recompute" in words else ["--recompute", "none"]
     shown = cli(*words, "--full")[1]
-    lines = shown.partition("what would fit in 84.9 GB")[2].partition("\n\n")[0].splitlines()[2:]
+    lines = shown.partition("what would fit in 84.9 GB (")[2].partition("\n\n")[0].splitlines()[2:]
     offers = dict(re.split(r" {2,}", line.strip())[:2] for line in lines if line)
     for instead in offered:
         assert any(instead in text for text in offers)
