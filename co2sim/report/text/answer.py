@@ -147,7 +147,7 @@ def _ends(r: Result) -> str:
 
 
 def place(r: Result) -> str:
-    """The cluster with what was changed; a price has a line of its own."""
+    """The cluster with what was changed; a price has its own line."""
     name, _, changes = r.place.partition(", with ")
     kept = [text for text in changes.split(", ") if text and not text.startswith("price_per_gpu=")]
     return f"{name}, with {', '.join(kept)}" if kept else name
@@ -330,6 +330,8 @@ def _shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[st
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
+    if len(entries) > 1 and _lacking(entries) == _lacking([best]):
+        lacks = []  # the answer says it
     turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
     return [*lacks, *turns, *near]
 
