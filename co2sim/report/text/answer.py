@@ -110,7 +110,7 @@ def of_one(
     answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([place(r)], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
-        ("speed", _speed(r, tokens)),
+        ("speed", _speed(entry)),
         ("memory", memory(r)),
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
@@ -169,16 +169,22 @@ _YEARS = re.compile(r", \d{4}( to \d{4}| and later)?")
 """Behind the name of a stack."""
 
 
-def _speed(r: Result, tokens: float | None) -> str:
+def _speed(entry: Simulated) -> str:
     """Units a second and what they are made of; what the answer says already is left out."""
+    r, share = entry.result, _useful(entry)
     made_of = f"MFU {r.mfu:.0%}, {r.exposed_share:.0%} exposed"
     each = number(r.tokens_per_s_per_gpu)
-    if tokens is None:
+    if entry.totals is None:
         return f"{each} {r.unit}s/s a GPU, {made_of}"
     low, high = r.tokens_per_s_low, r.tokens_per_s_high
-    ends = "" if low is None or high is None else f" ({low:,.0f} to {high:,.0f})"
-    step = f"step {duration(r.step_time_s)}"
-    return f"{r.tokens_per_s:,.0f} {r.unit}s/s{ends}, {each} a GPU, {step}, {made_of}"
+    ends = "" if low is None or high is None else f" ({low * share:,.0f} to {high * share:,.0f})"
+    whole = f"{r.tokens_per_s * share:,.0f} {r.unit}s/s{ends}{' with failures' * (share < 1)}"
+    return f"{whole}, {each} a GPU, step {duration(r.step_time_s)}, {made_of}"
+
+
+def _useful(entry: Simulated) -> float:
+    """The share of the time that failures leave, as the days of the answer count it."""
+    return 1.0 if entry.totals is None else entry.totals.goodput
 
 
 def memory(r: Result) -> str:
@@ -563,7 +569,10 @@ def _table(
     for cells, entry in zip(named[1], entries, strict=True):
         r = entry.result
         to_loss = totals.cells(r, goal)[: len(heads)] if heads else []
-        speed = [f"{r.tokens_per_s:,.0f}", *([figures.ends(r)] if tokens is None else [])]
+        speed = [
+            f"{r.tokens_per_s * _useful(entry):,.0f}",
+            *([figures.ends(r)] if tokens is None else []),
+        ]
         step = [duration(r.step_time_s)] if tokens is None else []
         size = scaled(r.memory_bytes_per_gpu["total"], "B")
         spent = _spent(entry, entries, tokens)
