@@ -110,7 +110,7 @@ def of_one(
     answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([place(r)], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
-        ("speed", _speed(entry)),
+        ("speed", _speed(entry, tokens)),
         ("memory", memory(r)),
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
@@ -169,16 +169,16 @@ _YEARS = re.compile(r", \d{4}( to \d{4}| and later)?")
 """Behind the name of a stack."""
 
 
-def _speed(entry: Simulated) -> str:
+def _speed(entry: Simulated, tokens: float | None) -> str:
     """Units a second and what they are made of; what the answer says already is left out."""
     r, share = entry.result, _useful(entry)
     made_of = f"MFU {r.mfu:.0%}, {r.exposed_share:.0%} exposed"
-    each = number(r.tokens_per_s_per_gpu)
-    if entry.totals is None:
+    each = number(r.tokens_per_s_per_gpu * share)
+    if tokens is None:
         return f"{each} {r.unit}s/s a GPU, {made_of}"
     low, high = r.tokens_per_s_low, r.tokens_per_s_high
     ends = "" if low is None or high is None else f" ({low * share:,.0f} to {high * share:,.0f})"
-    whole = f"{r.tokens_per_s * share:,.0f} {r.unit}s/s{ends}{' with failures' * (share < 1)}"
+    whole = f"{r.tokens_per_s * share:,.0f} {r.unit}s/s{ends}"
     return f"{whole}, {each} a GPU, step {duration(r.step_time_s)}, {made_of}"
 
 
