@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from co2sim.cli import options
+from co2sim.cli import options, output
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError, given
 from co2sim.common.files import is_regular, text_of, write_atomically
@@ -15,6 +15,7 @@ from co2sim.common.units import counted
 from co2sim.models.memory import GIB, reserved
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.report.text.screen import Screen, print_screen
 from co2sim.studies.calibration import HEAD, NUMBERS, Calibrated, stack_file
 from co2sim.studies.calibration import calibrate as fitted
 from co2sim.studies.measured_runs import MeasuredRun, measured_runs
@@ -39,6 +40,7 @@ def calibrate(
         Path, typer.Option(metavar="FILE.toml", help="The stack to write, for --stack.")
     ],
     jobs: options.Jobs = -1,
+    full: options.Full = False,  # noqa: FBT002
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Fit a software stack of your own to runs that you measured.
@@ -54,21 +56,66 @@ def calibrate(
     if json_:
         print_json(_plain(measured, calibrated))
         return
+    path = out if out.name != str(out) else f"./{out}"
+    screen = _screen(case.load_stack().value.name, runs.name, measured, calibrated)
+    ways = output.more(full=full, files=[out], report=False)
+    print_screen(screen, f"{ways}; predict with --stack {path}")
+    if full:
+        print_lines(console(), "")
+        _print_details(measured, calibrated)
+
+
+_OF_RUNS = ("run", "measured", "before", "after", "error before", "error after")
+
+
+def _screen(
+    stack: str, file: str, measured: Sequence[MeasuredRun], calibrated: Calibrated
+) -> Screen:
+    """The answer: how far off runs were and are, and what they say of the stack."""
+    errors = [
+        [
+            abs(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu - 1)
+            for run, result in zip(measured, results, strict=True)
+        ]
+        for results in (calibrated.first, calibrated.last)
+    ]
+    before, after = (f"{sum(each) / len(each):.1%}" for each in errors)
+    fitted_to = f"{stack}, fitted to {counted(len(measured), 'run')} of {file}"
+    learned = sorted(calibrated.values, key=lambda name: -calibrated.determined[name])
+    said = [f"{name} ({calibrated.determined[name]:.0%})" for name in learned[:_LEARNED]]
+    return Screen(
+        answer=[f"{fitted_to}: {after} off in the mean, {before} before."],
+        columns=_OF_RUNS,
+        table=_runs(measured, calibrated),
+        rows=[
+            *(("warning", text) for text in _misfits(measured, calibrated)),
+            ("learned", f"{', '.join(said)}: how much of what was not known these runs say"),
+        ],
+        least=1,
+    )
+
+
+_FEW = 8
+"""Runs that are all on the screen."""
+_LEARNED = 4
+"""Numbers that are named, those that runs say the most of."""
+
+
+def _print_details(measured: Sequence[MeasuredRun], calibrated: Calibrated) -> None:
+    """What the runs say of every number, and of memory."""
     shown = console()
-    title = f"{case.load_stack().value.name}: {counted(len(measured), 'run')} of {runs.name}"
     columns = "number", "before", "after", "learned", "meaning"
-    print_table(shown, title, columns, _numbers(calibrated), left=1)
-    of_runs = "run", "measured", "before", "after", "error before", "error after"
-    print_table(shown, "tokens/s of a GPU", of_runs, _runs(measured, calibrated), left=1)
+    print_table(shown, "numbers of the stack", columns, _numbers(calibrated), left=1)
+    if len(measured) > _FEW:
+        print_table(shown, "tokens/s of a GPU", _OF_RUNS, _runs(measured, calibrated), left=1)
     if any(run.memory for run in measured):
         title, rows = "memory that PyTorch reserves", _memories(measured, calibrated)
-        print_table(shown, title, of_runs[:4], rows, left=1)
-    lines = [
+        print_table(shown, title, _OF_RUNS[:4], rows, left=1)
+    print_lines(
+        shown,
         "learned: the part of what was not known of a number that these runs say; 100 %: all of it",
-        *_misfits(measured, calibrated),
-    ]
-    path = out if out.name != str(out) else f"./{out}"
-    print_lines(shown, *lines, f"written: {out}; predict with --stack {path}")
+        *(f"warning: {text}" for text in _misfits(measured, calibrated)),
+    )
 
 
 def _check_out(out: Path) -> None:
@@ -89,7 +136,7 @@ def _misfits(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[str]:
         for run, result in pairs
     }
     return [
-        f"warning: {where} is still {error:+.0%} off: the row is wrong, or the run does something"
+        f"{where} is still {error:+.0%} off: the row is wrong, or the run does something"
         " that is not modelled; intervals near it are as much wider"
         for where, error in errors.items()
         if abs(error) > _FAR_OFF

@@ -45,6 +45,23 @@ def write_page(path: Path, page: "Page") -> None:
     write_atomically({path: rendered(page)})
 
 
+def more(
+    *, full: bool, files: Iterable[Path | None], report: bool = True, lacking: str = ""
+) -> str:
+    """How a first screen says what else there is: the rest, the files that were written.
+
+    `report` says whether there may be one, `lacking` what was not written, and why.
+    """
+    written: list[str] = []
+    for path in filter(None, files):  # out/scale.csv, .png
+        again = any(other.rpartition(".")[0] == str(path.with_suffix("")) for other in written)
+        written.append(path.suffix if again else str(path))
+    ways = "below; --json" if full else "--full, --json"
+    ways += ", --report FILE.html" if report and not written else ""
+    ways += f"; written: {', '.join(written)}" if written else ""
+    return f"{ways}; {lacking}" if lacking else ways
+
+
 def print_where(path: Path | None, *, quiet: bool = False) -> None:
     """Say where the page is, if there is one."""
     if path and not quiet:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,21 +13,20 @@ from co2sim.cli import options, output
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
-from co2sim.common.tables import console
+from co2sim.common.tables import console, print_lines
+from co2sim.common.units import counted
 from co2sim.prediction import driver
 from co2sim.prediction.intervals import nearest
 from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
-from co2sim.prediction.verdict import verdicts
+from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
-from co2sim.report.text import totals
-from co2sim.report.text.result import (
-    print_comparison,
-    print_evidence,
-    print_simulated,
-    print_verdicts,
-)
+from co2sim.report.text import answer, totals
+from co2sim.report.text.result import print_details, print_evidence, print_verdicts
+from co2sim.report.text.screen import Screen, print_screen
+from co2sim.studies.grid import strategy_title
 
 
 @options.one_case
@@ -60,15 +60,13 @@ def run(
             help="Add the published runs that are most like it, and where step factors are from.",
         ),
     ] = False,
-    brief: Annotated[  # noqa: FBT002
-        bool, typer.Option("--brief", help="Only the table that compares strategies.")
-    ] = False,
+    full: options.Full = False,  # noqa: FBT002
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
-    """Simulate configurations: times, breakdown, traffic, memory.
+    """Simulate configurations: days, money, speed, memory; several strategies beside each other.
 
-    Several strategies are compared in the end; with them --json prints a list.
+    With several strategies --json prints a list.
     """
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
@@ -77,26 +75,75 @@ def run(
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
         study = output.study(**about, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
-    pairs = list(zip(cases, results, strict=True))
     if json_:
-        answers = [
-            result_to_dict(case, result, goal, tokens)
-            | ({"verdict": asdict(verdict)} if verdict else {})
-            | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
-            for (case, result), verdict in zip(pairs, judged, strict=True)
-        ]
-        print_json(answers[0] if len(answers) == 1 else answers)
+        _print_json(cases, results, judged, goal, tokens, evidence=evidence)
         return
-    for case, result in pairs if not brief else []:
-        print_simulated(case, result, driver.resolve_auto, goal, tokens)
-        if evidence:
-            print_evidence(case, result)
-    if brief or len(pairs) > 1:
-        print_comparison(cases, results, goal, tokens, brief=brief)
+    screen = _screen(cases, results, judged, goal, tokens)
+    print_screen(screen, output.more(full=full, files=[report]))
+    if full:
+        print_lines(console(), "")
+        print_details(cases, results, driver.resolve_auto, goal, tokens)
     if evidence:
+        print_lines(console(), "")
+        for case, result in zip(cases, results, strict=True):
+            print_evidence(case, result, named=len(cases) > 1)
         totals.print_worth(console(), results, goal)
-    print_verdicts([one for one in judged if one])
-    output.print_where(report)
+    if full:
+        print_verdicts([one for one in judged if one])
+
+
+def _screen(
+    cases: Sequence[Question],
+    results: Sequence[Result],
+    judged: Sequence[Verdict | None],
+    goal: Goal,
+    tokens: float | None,
+) -> Screen:
+    """The answer: of one strategy, or of several, the fastest first."""
+    trained = totals.totals_for(cases, results, tokens, goal)
+    asked = [strategy_title(case.strategy) for case in cases]
+    short = answer.labels(asked)
+    entries = []
+    for title, case, result, total in zip(asked, cases, results, trained, strict=True):
+        name = short[title] if len(cases) > 1 else totals.where(result)
+        about = {"name": name, "label": name, "method": short[title]}
+        entries.append(answer.Simulated(**about, case=case, result=result, totals=total))
+    verdict = {entry.name: str(one) for entry, one in zip(entries, judged, strict=True) if one}
+    if len(entries) == 1:
+        said = verdict.get(entries[0].name, "")
+        return answer.of_one(entries[0], driver.resolve_auto, goal, tokens, said)
+    entries.sort(key=answer.pace, reverse=True)
+    first = entries[0].result
+    job = f"{answer.job(first, tokens)} on {counted(first.gpus, 'GPU')}"
+    return answer.of_several(
+        entries,
+        (["strategy"], [[entry.name] for entry in entries]),
+        f"{job}: {answer.setup([answer.place(first)], results)}",
+        goal,
+        tokens,
+        said=[
+            ("learning", f"{name}: {text}") for name, text in verdict.items() if len(verdict) == 1
+        ],
+        key=answer.legend({entry.name: entry.result.strategy for entry in entries}),
+    )
+
+
+def _print_json(
+    cases: Sequence[Question],
+    results: Sequence[Result],
+    judged: Sequence[Verdict | None],
+    goal: Goal,
+    tokens: float | None,
+    *,
+    evidence: bool,
+) -> None:
+    answers = [
+        result_to_dict(case, result, goal, tokens)
+        | ({"verdict": asdict(verdict)} if verdict else {})
+        | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
+        for case, result, verdict in zip(cases, results, judged, strict=True)
+    ]
+    print_json(answers[0] if len(answers) == 1 else answers)
 
 
 @options.one_case

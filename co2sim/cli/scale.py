@@ -18,22 +18,27 @@ from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_factors import Goal, local_updates
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.tables import COMPARED, comparison_cells
-from co2sim.report.text import result, totals
+from co2sim.report.text import answer, totals
 from co2sim.report.text.result import (
+    not_told_apart,
     print_assumed,
     print_chosen,
+    print_sources,
     print_warnings,
+    relative,
     speeds,
+    stacks_of,
 )
+from co2sim.report.text.screen import Screen, print_screen
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.grid import strategy_title
+from co2sim.studies.grid import display_name, offer_names, strategy_title
 from co2sim.studies.run_all import Interrupted, Outcome, efficiencies, run_all
 from co2sim.studies.table import to_frame
 
@@ -78,6 +83,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = Path("out"),
     jobs: options.Jobs = 1,
     tokens: totals.Tokens = None,
+    full: options.Full = False,  # noqa: FBT002
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -95,8 +101,11 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     if json_:
         print_json(_plain(compared, list(files)))
         return
-    _print(console(), compared, published, out)
-    output.print_where(report)
+    lacking = "" if installed() else MISSING
+    print_screen(_screen(compared), output.more(full=full, files=files, lacking=lacking))
+    if full:
+        print_lines(console(), "")
+        _print_details(console(), compared, published)
 
 
 @options.open_job
@@ -223,25 +232,77 @@ def _plain(compared: _Compared, files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _print(terminal: Console, compared: _Compared, published: Path | None, out: Path) -> None:
+def _screen(compared: _Compared) -> Screen:
+    """The answer: the best, and a row for each strategy on each cluster."""
+    cases, results, tokens = compared.cases, compared.results, compared.tokens
+    trained = totals.totals_for(cases, results, tokens, compared.goal)
+    short = answer.labels(map(_asked, cases))
+    offers = offer_names([case.cluster for case in cases])
+    several = len(offers) > 1
+    rows, entries = [], []
+    for case, result, total in zip(cases, results, trained, strict=True):
+        method, cluster = short[_asked(case)], offers[display_name(case.cluster)]
+        of = f" of {cluster}" * several
+        about = {"name": f"{method} on {counted(result.gpus, 'GPU')}{of}", "label": method + of}
+        entry = answer.Simulated(**about, method=method, case=case, result=result, totals=total)
+        entries.append(entry)
+        rows.append([*[cluster] * several, method])
+    named = (["cluster"] * several + ["strategy"], rows)
+    what = f"{results[0].unit}s/s of a GPU" if tokens is None else "days"
+    if tokens is not None and local_updates(result.strategy for result in results):
+        what += " to the loss of ddp"
+    where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
+    alone = (
+        f"{answer.job(results[0], tokens)} on {answer.setup([answer.place(results[-1])], results)}"
+    )
+    return answer.of_several(
+        entries,
+        named,
+        "" if several else alone,
+        compared.goal,
+        tokens,
+        said=[("like it", text) for text in _beside_published(compared.comparisons)],
+        key=answer.legend(
+            {short[_asked(case)]: _asked(case) for case in cases},
+            where,
+            f"{what} by GPUs, then of the most GPUs",
+        ),
+        table=answer.of_counts(entries, named, tokens),
+    )
+
+
+def _asked(case: Question) -> str:
+    return strategy_title(case.strategy)
+
+
+def _beside_published(comparisons: Sequence[SpeedComparison]) -> list[str]:
+    """One line on published cells beside their predictions."""
+    if not comparisons:
+        return []
+    errors = [abs(comparison.error) for comparison in comparisons]
+    mean, most = sum(errors) / len(errors), max(errors)
+    count = counted(len(errors), "published cell")
+    fitted = sum(comparison.cell.use == "fit" for comparison in comparisons)
+    return [f"{count}: {mean:.0%} off in the mean, {most:.0%} at most; {fitted} were fitted"]
+
+
+def _print_details(terminal: Console, compared: _Compared, published: Path | None) -> None:
+    """All figures, each table once."""
     cases, results = compared.cases, compared.results
     goal, tokens = compared.goal, compared.tokens
-    trained = [] if tokens is None else totals.totals_for(cases, results, tokens, goal)
-    if trained:
-        where = [f"{totals.where(r)} of {c.cluster}" for c, r in zip(cases, results, strict=True)]
-        answer = totals.sentences(list(zip(where, results, trained, strict=True)))
-        print_lines(terminal, *answer, "")
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), list(group), goal, cases[0].noise)
     totals.print_worth(terminal, results, goal, "")
     if tokens is not None:
+        trained = totals.totals_for(cases, results, tokens, goal)
+        short = answer.labels(map(_asked, cases))
         rows = [
-            [str(case.cluster), strategy_title(case.strategy), str(result.gpus)]
+            [str(case.cluster), short[_asked(case)], f"{result.gpus:,}"]
             for case, result in zip(cases, results, strict=True)
         ]
         columns = ("cluster", "strategy", "GPUs")
-        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=2)
+        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=3)
         print_lines(terminal, *totals.basis_lines(cases, trained), "")
     if compared.comparisons:
         _print_published(terminal, compared.comparisons)
@@ -249,8 +310,6 @@ def _print(terminal: Console, compared: _Compared, published: Path | None, out: 
         what = "tokens_per_s or scalability_ratio of these clusters and this model"
         print_lines(terminal, f"no cell of {published} is a {what}", "")
     print_assumed(terminal, results)
-    drawn = f"{out / 'scale.png'}, {out / 'scale.svg'}" if installed() else f"none: {MISSING}"
-    print_lines(terminal, f"table   {out / 'scale.csv'}", f"figure  {drawn}")
 
 
 def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
@@ -261,7 +320,7 @@ def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:
         f"{shared_batch(results)}, {first.precision}",
         first.division,
         speeds(noise) if noise.uneven else "",
-        result.stacks_of(results),
+        stacks_of(results),
     ]
     return "; ".join(filter(None, parts))
 
@@ -301,7 +360,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
-                *([result.relative(last) if inside else "-"] if ranged else []),
+                *([relative(last) if inside else "-"] if ranged else []),
                 f"{efficiency:.1%}" if inside and efficiency is not None else "-",
                 f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
@@ -317,8 +376,8 @@ def _print_cluster(
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"no fit: needs more than the {size} of a GPU; `co2sim run` says what would")
     print_lines(terminal, *notes)
-    close = result.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
-    result.print_sources(terminal, results, *([close] if close else []), "")
+    close = not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
+    print_sources(terminal, results, *([close] if close else []), "")
     named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
     print_chosen(terminal, named)
     print_warnings(terminal, named)

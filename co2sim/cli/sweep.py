@@ -21,7 +21,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.report.bundle import check
-from co2sim.report.text import totals
+from co2sim.report.text import answer, totals
 from co2sim.report.text.result import (
     print_assumed,
     print_remarks,
@@ -30,6 +30,7 @@ from co2sim.report.text.result import (
     speeds,
     stacks_of,
 )
+from co2sim.report.text.screen import Screen, print_screen
 from co2sim.studies import grid
 from co2sim.studies.grid import LazyGrid, Setting, Shard, display_name, setting_name, strategy_title
 from co2sim.studies.pools import Engine, opened
@@ -109,6 +110,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
     tokens: totals.Tokens = None,
+    full: options.Full = False,  # noqa: FBT002
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -130,7 +132,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     if sort is not None:
         check_column(sort, settings, goal, tokens)
     study = _Swept(cases=cases, settings=settings, outcomes=(), goal=goal, tokens=tokens)
-    show = partial(_show, csv=csv, report=report, as_json=json_)
+    show = partial(_show, csv=csv, report=report, full=full, ordered=bool(sort), as_json=json_)
     _sweep(study, who, sort, show, "above" if csv is None else f"in {csv}")
 
 
@@ -215,9 +217,19 @@ def _refuse_beside_out(flags: dict[str, object]) -> None:
 
 
 def _show(
-    swept: _Swept, csv: Path | None, report: Path | None, missing: str = "", *, as_json: bool
+    swept: _Swept,
+    csv: Path | None,
+    report: Path | None,
+    missing: str = "",
+    *,
+    full: bool,
+    ordered: bool,
+    as_json: bool,
 ) -> None:
-    """Write the files and print; `missing` says how many were done before control-C."""
+    """Write the files and print; `missing` says how many were done before control-C.
+
+    Unless they are `ordered` by the user, cases that do not fit on the screen begin with the best.
+    """
     files = {}
     if csv:
         frame = to_frame(swept.cases, swept.outcomes, swept.settings, swept.goal, swept.tokens)
@@ -231,13 +243,61 @@ def _show(
     write_atomically(files)
     if as_json:
         print_json(swept.figures())
-    else:
-        _print(console(), swept)
-        print_lines(console(), *([] if csv is None else [f"table   {csv}"]))
-    output.print_where(report, quiet=as_json)
+        return
+    print_screen(_screen(swept, ordered=ordered), output.more(full=full, files=[csv, report]))
+    if full:
+        print_lines(console(), "")
+        _print_details(console(), swept)
 
 
-def _print(terminal: Console, swept: _Swept) -> None:
+_FEW = 8
+"""Cases that a screen shows in the order that they have."""
+
+
+def _screen(swept: _Swept, *, ordered: bool) -> Screen:
+    """The answer: the best, and a row for each case; the best first where there are many."""
+    goal, tokens = swept.goal, swept.tokens
+    varied = list(swept.settings[0])
+    trained = totals.totals_for(swept.cases, swept.outcomes, tokens, goal)
+    short = answer.labels(strategy_title(case.strategy) for case in swept.cases)
+    rows = []
+    for case, setting, result, total in zip(
+        swept.cases, swept.settings, swept.outcomes, trained, strict=True
+    ):
+        if isinstance(result, Failure):
+            continue
+        method = short[strategy_title(case.strategy)]
+        cells = [method if path == "strategy" else display_name(setting[path]) for path in varied]
+        name = ", ".join(map(_named, varied, cells))
+        about = {"name": name, "label": name, "method": method}
+        rows.append((answer.Simulated(**about, case=case, result=result, totals=total), cells))
+    if len(rows) > _FEW and not ordered:
+        rows.sort(key=lambda row: answer.pace(row[0]), reverse=True)
+    first = rows[0][0].result
+    job = answer.job(first, tokens) if "model" not in varied else ""
+    alike = [part for part in _shared(swept) if part != f"{first.model} on {first.cluster}"]
+    places = {answer.place(entry.result) for entry, _ in rows}
+    place = [*places] if len(places) == 1 else []
+    return answer.of_several(
+        [entry for entry, _ in rows],
+        (varied, [cells for _, cells in rows]),
+        answer.setup([*filter(None, [job]), *place, *alike], swept.results),
+        goal,
+        tokens,
+        key=answer.legend({entry.method: entry.result.strategy for entry, _ in rows})
+        if "strategy" in varied
+        else (),
+    )
+
+
+def _named(path: str, cell: str) -> str:
+    """A value that varies, in a sentence."""
+    words = {"gpus": f"{cell} GPUs", "strategy": cell, "cluster": cell, "model": cell}
+    return words.get(path, f"{path} {cell}")
+
+
+def _print_details(terminal: Console, swept: _Swept) -> None:
+    """All figures, each table once."""
     cases, settings, outcomes = swept.cases, swept.settings, swept.outcomes
     results, goal, tokens = swept.results, swept.goal, swept.tokens
     unit = results[0].unit
@@ -267,13 +327,6 @@ def _print(terminal: Console, swept: _Swept) -> None:
         left += 1
     title = _title(swept)
     trained = [] if tokens is None else totals.totals_for(cases, outcomes, tokens, goal)
-    if trained:
-        trainings = [
-            (setting_name(setting), one, total)
-            for setting, one, total in zip(settings, outcomes, trained, strict=True)
-            if isinstance(one, Result)
-        ]
-        print_lines(terminal, *totals.sentences(trainings), "")
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
     if tokens is not None:

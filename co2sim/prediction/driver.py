@@ -25,7 +25,7 @@ from co2sim.prediction.intervals import (
     setting_of,
 )
 from co2sim.prediction.job import Job
-from co2sim.prediction.notes import budget_limit, host_limits, offloaded, remarks
+from co2sim.prediction.notes import ONE_SITE, budget_limit, host_limits, offloaded, remarks
 from co2sim.prediction.predict import predict, step_time
 from co2sim.prediction.question import AUTO, OPEN_BATCH, Options, Question
 from co2sim.prediction.result import Result
@@ -240,7 +240,7 @@ def _one_site_alone(question: Question, job: Job, result: Result) -> tuple[str, 
         alone = predict(choose_batch(site)[0].job())
     except Co2simError:  # what a site cannot do alone is no alternative
         return ()
-    who = f"one site alone, {counted(alone.gpus, 'GPU')} with {alone.strategy}"
+    who = f"{ONE_SITE}, {counted(alone.gpus, 'GPU')} with {alone.strategy}"
     times = alone.tokens_per_s / result.tokens_per_s
     text = f"{who}: {alone.tokens_per_s:,.0f} {alone.unit}s/s, {figures(times)} times as many"
     factors = [

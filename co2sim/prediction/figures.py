@@ -48,11 +48,18 @@ def ends(result: Result) -> str:
     return "-" if low is None or high is None else f"{low:,.0f} to {high:,.0f}"
 
 
-def shared_batch(results: Sequence[Result]) -> str:
-    """The batch that all results have: of a GPU, or of all GPUs; or that they differ."""
+def shared_batch(results: Sequence[Result], *, whole: bool = True) -> str:
+    """The batch that all results have: of a GPU, or of all GPUs; or that they differ.
+
+    With its tokens where it is `whole`.
+    """
     first = results[0]
     if len({r.global_batch for r in results}) == 1 and first.global_batch:
-        return f"{whole_batch(first)} per step"
+        if whole:
+            return f"{whole_batch(first)} per step"
+        each = first.tokens_per_gpu_per_step * first.gpus / first.global_batch
+        tokens = f" of {each:,.0f} tokens" if first.unit == "token" else ""
+        return f"{counted(first.global_batch, 'sample')}{tokens}"
     if len({r.tokens_per_gpu_per_step for r in results}) == 1:
         return f"{counted(first.tokens_per_gpu_per_step, first.unit)} per GPU and step"
     return "steps of different batches, which are different trainings"

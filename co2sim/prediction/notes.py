@@ -41,10 +41,7 @@ class Limit:
         if gain < 1 + _MIN_GAIN:
             return ()
         speed, instead = (f"{result.tokens_per_s * times:,.0f}" for times in (1, gain))
-        line = (
-            f"{self.words}, so these are gathered only when they are needed; {self.options} gives"
-            f" {instead} {result.unit}s/s instead of {speed}"
-        )
+        line = f"{self.options} gives {instead} {result.unit}s/s instead of {speed}: {self.words}"
         return (line,)
 
 
@@ -89,7 +86,7 @@ def _prefetch_words(words: str, budget: int, parts: Sequence[Sequence[Block]]) -
     sizes = [block.parameters for blocks in parts for block in blocks]
     largest = _largest(parts)
     return (
-        f"{words}: that prefetch budget is less than {sum(size > budget for size in sizes)} of"
+        f"{words} is less than {sum(size > budget for size in sizes)} of"
         f" {counted(len(sizes), 'block')} need ({largest.name} has"
         f" {counted(largest.parameters, 'parameter')})"
     )
@@ -99,7 +96,7 @@ def _live_words(limit: int, pairs: Sequence[tuple[Block, Block]]) -> str:
     first, second = max(pairs, key=_together)
     over = sum(_together(pair) > limit for pair in pairs)
     return (
-        f"max_live={limit}: that limit is less than {over} of {counted(len(pairs), 'block')} need"
+        f"max_live={limit} is less than {over} of {counted(len(pairs), 'block')} need"
         f" beside the one before ({first.name} and {second.name} have"
         f" {counted(_together((first, second)), 'parameter')})"
     )
@@ -202,14 +199,17 @@ CONTEXT = (
     f" {CONTEXT_RUNS} published ones are {CONTEXT_ERROR:.0%} off in the mean; the 3 of"
     f" torchtitan are {CONTEXT_TORCHTITAN:.0%} off"
 )
+HOW_FAR_OFF = (ADAPTERS, DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT)
+"""Notes on how far off predictions of a kind were."""
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
+ONE_SITE = "one site alone"
+"""How the note begins that compares several sites with one."""
 WHAT_IF = "what-if: "
 """How the notes begin that say what the stack has not."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
-    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, ADAPTERS),
-    *(DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT),
+    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, *HOW_FAR_OFF),
 )
 
 

@@ -115,7 +115,8 @@ class Result(Mesh):
 
         A number of sites stays.
         """
-        return re.sub(r"^\d+(?! sites? )(?= [\w. -]+ of \d)", str(self.nodes), self.cluster)
+        named = re.sub(r"^\d+(?! sites? )(?= [\w. -]+ of \d)", str(self.nodes), self.cluster)
+        return re.sub("^1 nodes ", "1 node ", named)
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

@@ -23,7 +23,6 @@ from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
-from co2sim.prediction.totals import totals_of
 from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
 from co2sim.schedule.schedule import Layout
@@ -44,16 +43,18 @@ def print_result(
     goal: Goal | None = None,
     more: Sequence[tuple[str, str]] = (),
     near: Sequence[str] = (),
+    alone: bool = True,
 ) -> None:
     """All figures of one configuration, simulated or measured; `noise` is named in the header.
 
     With a goal it says what it takes to get to that loss. `more` are further rows of the table of
-    figures, `near` lines on published runs.
+    figures, `near` lines on published runs. Unless it is `alone`, remarks and assumed inputs, which
+    others share, are left to the caller.
     """
     out = console()
     r = result
     _print_header(out, r, noise)
-    print_chosen(out, [("", result)])
+    _print_each(out, "", [("", notes.own(r.notes))])
     rows = [*list_of(r)]
     if measured and r.straggler_delay_s is None and r.waiting_s:
         rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
@@ -81,7 +82,36 @@ def print_result(
     )
     _print_memory(out, r)
     print_warnings(out, [("", result)])
-    print_assumed(out, [result])
+    if alone:
+        print_remarks(out, [result])
+        print_assumed(out, [result])
+
+
+def print_details(
+    cases: Sequence[Question],
+    results: Sequence[Result],
+    settle: Callable[[Question], Question],
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
+) -> None:
+    """All figures of simulated cases, compared and each; what they share comes last, once.
+
+    `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
+    train these.
+    """
+    out = console()
+    if len(results) > 1:
+        print_comparison(cases, results, goal, tokens)
+    trained = totals.totals_for(cases, results, tokens, goal)
+    for case, result, total in zip(cases, results, trained, strict=True):
+        more = [] if tokens is None else totals.rows_of(total, result.unit)
+        near = _near(case, result)
+        print_result(result, noise=case.noise, goal=goal, more=more, near=near, alone=False)
+        if not result.fits_in_memory:
+            _print_fitting(out, case, result, settle)
+    print_remarks(out, results)
+    print_assumed(out, results)
+    print_lines(out, *totals.basis_lines(cases, trained))
 
 
 def print_comparison(
@@ -89,12 +119,10 @@ def print_comparison(
     results: Sequence[Result],
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
-    *,
-    brief: bool = False,
 ) -> None:
     """The key figures of several strategies on the same cluster, the fastest first.
 
-    With `tokens` also what it takes to train these; `brief`: nothing else is printed.
+    With `tokens` also what it takes to train these.
     """
     out = console()
     pairs = sorted(zip(cases, results, strict=True), key=lambda pair: -pair[1].tokens_per_s)
@@ -105,7 +133,7 @@ def print_comparison(
         (
             result.strategy,
             *(figure.shown(result) or "-" for figure in shown),
-            result.misfit or result.memory_fit,
+            fit(result),
         )
         for result in results
     ]
@@ -113,13 +141,16 @@ def print_comparison(
     where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
     print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
     close = not_told_apart([(result.strategy, result) for result in results])
-    lines = question(results)[1:] if brief else []
-    lines += _near(cases[0], first)
-    print_lines(out, *lines, *([close] if close else []), "")
+    print_lines(out, *([close, ""] if close else []))
     if tokens is not None:
         trained = totals.totals_for(cases, results, tokens, goal)
         names = [[result.strategy] for result in results]
         totals.print_totals(out, tokens, ("strategy",), names, results, trained)
+
+
+def fit(result: Result) -> str:
+    """The verdict on memory, in the words of all answers."""
+    return result.misfit or result.memory_fit
 
 
 def _near(case: Question, result: Result) -> list[str]:
@@ -131,7 +162,6 @@ def _near(case: Question, result: Result) -> list[str]:
 
 def _print_memory(out: Console, r: Result) -> None:
     """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
-    fits = r.misfit or r.memory_fit
     items = r.memory_bytes_per_gpu
     beside = [name for name in items if name in OVERHEAD]
     rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
@@ -145,41 +175,28 @@ def _print_memory(out: Console, r: Result) -> None:
     if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
         ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
         rows.append(("90 % interval", " to ".join(ends)))
-    print_table(out, f"memory per GPU: {fits} in {memory}", ("item", "size"), rows)
+    print_table(out, f"memory per GPU: {fit(r)} in {memory}", ("item", "size"), rows)
 
 
-def print_simulated(
-    case: Question,
-    result: Result,
-    settle: Callable[[Question], Question],
-    goal: Goal = NO_GOAL,
-    tokens: float | None = None,
+def _print_fitting(
+    out: Console, case: Question, result: Result, settle: Callable[[Question], Question]
 ) -> None:
-    """All figures of a simulated case, and what would fit if it does not.
+    """What would fit in place of a case that does not."""
+    lines, heading, rows = fitting(as_taken(case, result), settle)
+    print_lines(out, *lines, "")
+    if rows:
+        print_table(out, heading, ("instead", "memory per GPU"), rows)
 
-    `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
-    train these.
-    """
-    trained = None if tokens is None else totals_of(case, result, tokens, goal)
-    more = [] if tokens is None else totals.rows_of(trained, result.unit)
-    if tokens is not None:
-        answer = totals.sentences([(totals.where(result), result, trained)])
-        print_lines(console(), *answer, "")
-    print_result(result, noise=case.noise, goal=goal, more=more, near=_near(case, result))
-    if tokens is not None:
-        print_lines(console(), *totals.basis_lines([case], [trained]))
-    if not result.fits_in_memory:
-        taken = replace(
-            case,
-            micro_batch=result.micro_batch,
-            accumulation=result.accumulation,
-            global_batch=None,
-            recompute=result.recompute,
-        )
-        lines, heading, rows = fitting(taken, settle)
-        print_lines(console(), *lines, "")
-        if rows:
-            print_table(console(), heading, ("instead", "memory per GPU"), rows)
+
+def as_taken(case: Question, result: Result) -> Question:
+    """The case with the batch that its result has."""
+    return replace(
+        case,
+        micro_batch=result.micro_batch,
+        accumulation=result.accumulation,
+        global_batch=None,
+        recompute=result.recompute,
+    )
 
 
 def print_verdicts(judged: Sequence[Verdict]) -> None:
@@ -199,14 +216,15 @@ def verdict_lines(verdict: Verdict, *, named: bool) -> tuple[str, str]:
     return f"verdict: {f'{verdict.strategy}: ' if named else ''}{verdict}", how
 
 
-def print_evidence(case: Question, result: Result) -> None:
-    """The published runs that are most like it, with their errors.
+def print_evidence(case: Question, result: Result, *, named: bool = False) -> None:
+    """The published runs that are most like it, with their errors; the strategy where `named`.
 
     Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
     many GPUs or tokens of a pass; another stack, GPU or way of sharing counts 2.
     """
     near = intervals.nearest(case, result)
-    title = "the published runs that are most like it, predicted without their source"
+    what = result.strategy if named else "it"
+    title = f"the published runs that are most like {what}, predicted without their source"
     print_table(console(), title, intervals.EVIDENCE_COLUMNS, intervals.evidence_rows(near), left=3)
 
 

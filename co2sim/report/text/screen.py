@@ -15,6 +15,7 @@ from rich.text import Text
 
 from co2sim.common.errors import visible
 from co2sim.common.tables import console, print_lines, print_table
+from co2sim.common.units import counted
 
 LINES = 15
 WIDTH = 100
@@ -28,7 +29,7 @@ class Screen:
 
     `answer` are sentences, `columns` and `table` compare cases, `legend` says what is written short
     there. `rows` are named lines: the most important first, as the last are left to `--full` where
-    there is no room.
+    there is no room; `least` of them stay as long as there is more than one case.
     """
 
     answer: Sequence[str]
@@ -37,6 +38,7 @@ class Screen:
     left: int = 1
     legend: Sequence[str] = ()
     rows: Sequence[tuple[str, str]] = ()
+    least: int = 6
 
 
 def print_screen(screen: Screen, more: str = "--full, --json") -> None:
@@ -56,24 +58,21 @@ def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
             left=screen.left,
             legend=screen.legend,
             rows=screen.rows[:rows],
+            least=screen.least,
         )
-        left = [(len(screen.table) - cases, "more cases"), (len(screen.rows) - rows, "more lines")]
-        hidden = ", ".join(f"{count} {what}" for count, what in left if count)
-        last = f"{hidden} and all figures: {more}" if hidden else f"all figures: {more}"
+        left = [(len(screen.table) - cases, "case"), (len(screen.rows) - rows, "line")]
+        hidden = ", ".join(counted(count, what) for count, what in left if count)
+        last = f"{f'{hidden} more' if hidden else 'all figures'}: {more}"
         if rows <= 0 and cases <= 1:
             return part, last
         sheet = Console(file=StringIO(), width=WIDTH)
         _print(sheet, part, last)
         if sheet.file.getvalue().count("\n") <= LINES:  # type: ignore[attr-defined]
             return part, last
-        if rows > _LEAST_ROWS or cases <= 1:
+        if rows > screen.least or cases <= 1:
             rows -= 1
         else:
             cases -= 1
-
-
-_LEAST_ROWS = 6
-"""Named lines that are kept as long as there is more than one case."""
 
 
 def _print(out: Console, screen: Screen, more: str) -> None:

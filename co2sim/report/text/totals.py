@@ -45,9 +45,9 @@ def rows_of(totals: Totals | None, unit: str) -> list[tuple[str, str]]:
     """The totals as rows of a single result."""
     if totals is None:
         return [("days, cost and energy", "steps factor not known")]
-    more = f", {totals.trained:.4g} trained" if totals.trained != totals.tokens else ""
+    more = f", {short(totals.trained)} trained" if totals.trained != totals.tokens else ""
     rows = [
-        (f"days for {totals.tokens:.4g} {unit}s{more}", ranged(totals, "days")),
+        (f"days for {short(totals.tokens)} {unit}s{more}", ranged(totals, "days")),
         ("GPU-hours", figures(totals.gpu_hours)),
     ]
     if totals.cost is not None:
@@ -71,15 +71,17 @@ def print_totals(
 ) -> None:
     """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
 
-    A star marks what does not fit in memory.
+    The last column says what does not fit in memory, if anything does not.
     """
     unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
     known, cells = table_of(trained)
-    shown = []
-    for row, outcome, more in zip(rows, outcomes, cells, strict=True):
-        misfit = isinstance(outcome, Result) and not outcome.fits_in_memory
-        shown.append([*row[:-1], f"{row[-1]}{'*' * misfit}", *more])
-    print_table(out, f"to train {tokens:.4g} {unit}s", [*columns, *known], shown, left=left)
+    misfits = [outcome.misfit if isinstance(outcome, Result) else "" for outcome in outcomes]
+    known += ["in memory"] * any(misfits)
+    shown = [
+        [*row, *more, *([misfit] if any(misfits) else [])]
+        for row, misfit, more in zip(rows, misfits, cells, strict=True)
+    ]
+    print_table(out, f"to train {short(tokens)} {unit}s", [*columns, *known], shown, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
@@ -197,6 +199,11 @@ def _facts(cases: Sequence[Question]) -> Mapping[str, list[Fact]]:
     return {path: list(those) for path, those in facts_at.items()}
 
 
+def values_of(cases: Sequence[Question], path: str) -> str:
+    """The values that cases have of a number, such as a price, with where they come from."""
+    return _said(_facts(cases), path).strip()
+
+
 def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
     """The values of a number, each with the first words on where it comes from."""
     said = [f"{fact.value}{_why(fact)}" for fact in facts.get(path, ())]
@@ -253,6 +260,18 @@ def in_short(totals: Totals, unit: str) -> str:
     return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
 
 
+def at_a_glance(totals: Totals, *, ranged: bool = True) -> str:
+    """Days with their interval, and money, with its own where `ranged`; what a screen begins with.
+
+    What a step is worth and GPU-hours are left to other lines.
+    """
+    text = f"{amount(totals.days)} days{_between(totals, 'days')}"
+    if totals.cost is None:
+        return text
+    ends = _between(totals, "cost") if ranged else ""
+    return f"{text}, {totals.cost:,.0f} {totals.currency}{ends}"
+
+
 def sentences(trainings: Trainings) -> list[str]:
     """The answer, a sentence each."""
     best = chosen(trainings)
@@ -260,8 +279,9 @@ def sentences(trainings: Trainings) -> list[str]:
         return ["what its steps are worth is not known: --steps-factor sets it"]
     alone = sum(totals is not None for _, _, totals in trainings) == 1
     said = []
-    if not next(iter(best.values()))[1].fits_in_memory:
-        who = "it does not fit" if alone else "none of these fits"
+    first = next(iter(best.values()))[1]
+    if not first.fits_in_memory:
+        who = first.misfit if alone else "none of these fits"
         said.append(f"{who} in memory; if it did:")
     for head, (name, result, totals) in best.items():
         assert totals is not None
@@ -275,7 +295,7 @@ def in_brief(trainings: Trainings) -> list[str]:
     said = []
     for head, (name, result, total) in best.items():
         assert total is not None
-        lost = f"; it {result.misfit.lower()} in memory" if result.misfit else ""
+        lost = f"; it {result.misfit} in memory" if result.misfit else ""
         said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
     return [*said, *traded(best)] if best else sentences(trainings)
 
@@ -342,8 +362,11 @@ def amount(value: float) -> str:
 
 
 def short(tokens: float) -> str:
-    """A large number as people type it: 1e12, 2.5e11."""
-    return f"{tokens:g}".replace("e+0", "e").replace("e+", "e")
+    """A large number as people type it: 1T, 250B, 1.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if tokens >= size:
+            return f"{tokens / size:.4g}{letter}"
+    return f"{tokens:,.12g}"
 
 
 def _between(totals: Totals, name: str, unit: float = 1) -> str:

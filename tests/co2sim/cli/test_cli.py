@@ -48,7 +48,7 @@ def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Command) -> None
     given = ("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
     code, out, _ = cli(*given, "--json")
     assert (code, json.loads(out)["fits_in_memory"]) == (0, False)
-    code, out, _ = cli(*given)
+    code, out, _ = cli(*given, "--full")
     assert (code, "DOES NOT FIT" in out) == (0, True)
     assert "cluster.interference" in out.partition("assumed")[2]
 
@@ -101,6 +101,7 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(
     code, out, _ = cli(
         *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
         *("--published", str(ROOT / "papers/co2/results.toml"), "--out", "deep/out"),
+        "--full",
     )
     assert code == 0
     folder = tmp_path / "deep/out"
@@ -174,7 +175,7 @@ def test_sweep_marks_what_does_not_fit(cli: Command) -> None:
     """Rows where some fit; the whole where none does."""
     case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")
     for strategies, said in (("ddp", "none fits"), ("ddp, zero3", "* needs"), ("zero3", "")):
-        out = cli(*case, "--vary", f"strategy={strategies}")[1]
+        out = cli(*case, "--vary", f"strategy={strategies}", "--full")[1]
         assert said in out
         assert ("none fits" in out, "* needs" in out) == (strategies == "ddp", said > "")
 
@@ -189,23 +190,21 @@ def test_a_link_stays_where_its_file_is_written(cli: Command, tmp_path: Path) ->
     assert (tmp_path / "real.csv").read_text() != "old"
 
 
-def test_run_ends_with_a_row_for_each_strategy(
-    cli: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fastest first; --brief prints nothing else, with the batch that was chosen."""
-    monkeypatch.setenv("COLUMNS", "200")
-    many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2.published:tau=4,worker=node")
-    code, out, _ = cli("run", *SMALL, *many, "--brief")
+def test_run_has_a_row_for_each_strategy(cli: Command) -> None:
+    """The fastest first; --full begins with the same, and has each table once."""
+    many = ("-s", "ddp", "-s", "ZeRO3", "-s", "co2.published:tau=4,worker=node,inner=zero1")
+    code, out, _ = cli("run", *SMALL, *many)
     assert code == 0
     rows = [
         line
         for line in out.splitlines()
-        if line.startswith(("ddp ", "zero3 ", "co2.published(tau=4"))
+        if line.startswith(("ddp  ", "zero3  ", "co2.published(4,node)  "))
     ]
     assert len(rows) == 3
-    assert "memory per GPU" not in out
-    full = cli("run", *SMALL, *many)[1]
+    full = cli("run", *SMALL, *many, "--full")[1]
     assert all(row in full for row in rows)
+    assumed = [line for line in full.splitlines() if line.startswith("cluster.interference ")]
+    assert len(assumed) == 1
     speeds = [float(row.partition("  ")[2].split()[0].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
 

@@ -181,12 +181,12 @@ def of(nodes: int, **changes: Any) -> Cluster:
         (
             "zero3(prefetch=640,max_live=700)",
             "zero3(prefetch=640,max_live=1140)",
-            ["3 of 3 blocks", "1,140 parameters", "; max_live=1140 "],
+            ["3 of 3 blocks", "1,140 parameters", "max_live=1140 "],
         ),
         (
             "zero3(prefetch=100,max_live=700)",
             "zero3(prefetch=640,max_live=1140)",
-            ["; prefetch=640,max_live=1140 "],
+            ["prefetch=640,max_live=1140 "],
         ),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_budget_below_the_largest_block_is_named_with_a_better_one(
     (line,) = found.warnings
     assert all(token in line for token in tokens), line
     assert f" {better.tokens_per_s:,.0f} " in line
-    assert line.endswith(f" {found.tokens_per_s:,.0f}")
+    assert f" {found.tokens_per_s:,.0f}:" in line
     assert better.warnings == ()
 
 

@@ -120,9 +120,9 @@ def test_json_text_and_page_have_the_same_verdict(cli: Command, tmp_path: Path) 
     told = json.loads(out)
     assert "verdict" not in told[1]
     page = tmp_path / "page.html"
-    code, out, _ = cli(*words, "--report", str(page))
+    code, out, _ = cli(*words, "--report", str(page), "--full")
     lines = out.splitlines()
-    assert lines[-2].endswith(f": {told[0]['verdict']['python']}")
+    assert lines[-1].endswith(f": {told[0]['verdict']['python']}")
     whole = " ".join(" ".join(lines).split())
     assert f"verdict: {Verdict(**told[0]['verdict'])}" in whole
     assert "CO2(model, optimizer, tau=12, delay=3)" in page.read_text()

@@ -50,7 +50,7 @@ def test_the_page_of_a_plan_says_what_json_says(
     done = written(tmp_path_factory, *plan)
     found, text = json.loads(done.out), done.text
     choice = found["choice"]
-    named = (choice["result"]["model"], "1e10 tokens", "256 samples", choice["strategy"])
+    named = (choice["result"]["model"], "10B tokens", "256 samples", choice["strategy"])
     offer = EVIL if "fast" in choice["cluster"] else "ü" * 39
     assert all(words in heading(text) for words in (*named, f"{choice['gpus']} GPUs", offer))
     assert all(sentence in html.unescape(text) for sentence in found["answer"])

@@ -67,7 +67,7 @@ def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
     best = study.best.totals
     found = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
     assert best == min(found, key=lambda one: one.days * (one.cost or 0))
-    named = (study.best.result.model, "1e9 tokens", "a100-tcp80", study.best.strategy)
+    named = (study.best.result.model, "1B tokens", "a100-tcp80", study.best.strategy)
     assert all(name in words for name in named)
     assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
     shown = first_screen(text)

@@ -16,11 +16,12 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
 def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Command) -> None:
     """A slow node, stragglers and jitter are in the header; their delay is among the figures."""
-    quiet = cli("run", *SMALL, "-s", "ddp", "-g", "16", "--set", "node_spread=0")[1]
+    quiet = cli("run", *SMALL, "-s", "ddp", "-g", "16", "--set", "node_spread=0", "--full")[1]
     assert "speeds" not in quiet
     assert "slower ranks" not in quiet
     noisy = ("run", *SMALL, "-s", "ddp", "-g", "16", "--node-speed", "1=0.5", "--seed", "3")
-    shown = cli(*noisy, "--straggle", "0.1", "--jitter", "0.05", "--rounds", "2")[1]
+    noisy += ("--straggle", "0.1", "--jitter", "0.05", "--rounds", "2", "--full")
+    shown = cli(*noisy)[1]
     assert "node 1 at 0.5 of nominal" in shown
     slow, fast = re.findall(r"all nodes from ([\d.]+) to ([\d.]+) of nominal", shown)[0]
     assert float(slow) < 0.8 < float(fast)
@@ -43,8 +44,8 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
     """Every line of "what would fit" is options; run with them, the memory is as it said."""
     words = f"run -c dgx-h100 {options} --accumulation 1".split()
     words += [] if "--recompute" in words else ["--recompute", "none"]
-    shown = cli(*words)[1]
-    lines = shown.partition("what would fit in 84.9 GB")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = cli(*words, "--full")[1]
+    lines = shown.partition("what would fit in 84.9 GB (")[2].partition("\n\n")[0].splitlines()[2:]
     offers = dict(re.split(r" {2,}", line.strip())[:2] for line in lines if line)
     for instead in offered:
         assert any(instead in text for text in offers)
@@ -79,7 +80,7 @@ def test_the_largest_item_is_named_with_what_makes_it_smaller(
     """What a user has chosen already, or what would not help, is not offered."""
     model = "" if "-m" in options else "-m llama-7b"
     words = f"run -c dgx-h100 {model} -g 8 --micro-batch 16 --accumulation 1 {options}".split()
-    shown = " ".join(cli(*words)[1].split())
+    shown = " ".join(cli(*words, "--full")[1].split())
     items = json.loads(cli(*words, "--json")[1])["memory_bytes_per_gpu"]
     assert items[name] == max(size for item, size in items.items() if item != "total")
     said = shown.partition(f"largest item is {name}, {scaled(items[name], 'B')}: ")[2]
