@@ -22,8 +22,9 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
-from co2sim.report.text.plan import commands, looked, nothing, plain, words
+from co2sim.report.text.plan import commands, looked, nothing, plain, screen, words
 from co2sim.report.text.result import print_assumed, question
+from co2sim.report.text.screen import print_screen
 from co2sim.schedule.mesh import Mesh
 from co2sim.studies import plan as study
 from co2sim.studies.candidates import STRATEGIES, Axes, Candidate, Objective, Space, Want
@@ -78,6 +79,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
     report: options.Report = None,
+    full: options.Full = False,  # noqa: FBT002
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find what to buy, or how to run what there is: the best of all candidates."""
@@ -92,7 +94,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     objective = Objective(**wanted, goal=goal)
     with progress_bar("looking at candidates") as done:
         answer = study.plan(space, objective, engine=who, done=done)
-    _answer(space, objective, answer, report, as_json=json_)
+    _answer(space, answer, report, full=full, as_json=json_)
 
 
 def _stacks(job: Question) -> dict[str, Any]:
@@ -143,10 +145,10 @@ def _want(want: str | None, space: Any) -> Any:
 
 
 def _answer(
-    space: Space, wanted: Objective, answer: Recommendation, report: Path | None, *, as_json: bool
+    space: Space, answer: Recommendation, report: Path | None, *, full: bool, as_json: bool
 ) -> None:
     """Say it, with what would change it; exit code 1 where nothing is within the limits."""
-    choice, other = answer.choice, answer.runner_up
+    choice = answer.choice
     if not answer.front:
         if answer.interrupted:
             raise KeyboardInterrupt("no candidate was done")
@@ -156,10 +158,8 @@ def _answer(
     interrupted = answer.interrupted
     if choice and not interrupted:
         try:
-            turns = break_even(choice, other, wanted) if other else []
-            if answer.rival and answer.rival is not other:
-                turns += between_offers(choice, answer.rival, wanted)
-            held = levers(choice.case)
+            turns = _turns(answer)
+            held = levers(choice.case) if full or report or as_json else []
         except KeyboardInterrupt:
             interrupted = True
     if report:
@@ -177,12 +177,26 @@ def _answer(
     if as_json:
         print_json(plain(answer, turns, held))
     else:
-        _print(console(), space, answer, turns, held)
+        print_screen(screen(space, answer, turns), output.more(full=full, files=[report]))
+        if full:
+            print_lines(console(), "")
+            _print(console(), space, answer, turns, held)
     output.print_where(report, quiet=as_json)
     if interrupted:
         raise KeyboardInterrupt("what was found until then is above")
     if choice is None:
         raise typer.Exit(1)
+
+
+def _turns(answer: Recommendation) -> list[BreakEven]:
+    """Where the runner-up, or another offer, wins."""
+    choice, other, wanted = answer.choice, answer.runner_up, answer.wanted
+    if choice is None or other is None:
+        return []
+    turns = break_even(choice, other, wanted)
+    if answer.rival and answer.rival is not other:
+        turns += between_offers(choice, answer.rival, wanted)
+    return turns
 
 
 _MAX_ROWS = 12

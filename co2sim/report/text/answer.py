@@ -12,12 +12,14 @@ from co2sim.common.tables import console
 from co2sim.common.units import duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
+from co2sim.prediction.counted import WEEK
 from co2sim.prediction.figures import INTERVAL
 from co2sim.prediction.intervals import nearest, published_runs, shares, undecided
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
 from co2sim.prediction.totals import Totals
+from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals
 from co2sim.report.text.result import as_taken, first_of, fit, fitting, speeds
 from co2sim.report.text.screen import WIDTH, Screen
@@ -107,17 +109,17 @@ def of_one(
     `verdict` is what is said of a local-update method.
     """
     r = entry.result
-    answer = [f"{_first(entry, tokens)}{_far([entry])}{_beyond([entry])}", setup([place(r)], [r])]
+    answer = [f"{_first(entry, tokens)}{_far([entry])}{beyond([entry])}", setup([place(r)], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(entry, tokens)),
         ("memory", memory(r)),
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
-        ("batch", _batch([r])),
+        ("batch", batch_row([r])),
         *([("learning", verdict)] if verdict else _learning([entry], goal)),
-        ("counted", _counted([entry], learns=bool(verdict or _learning([entry], goal)))),
-        *_shared_rows(entry, [entry]),
+        ("counted", counted_row([entry], learns=bool(verdict or _learning([entry], goal)))),
+        *shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
     ]
     return Screen(answer=answer, rows=rows)
@@ -259,7 +261,7 @@ def _prices(gpu: GPU) -> list[str]:
     return [rate.name for rate in alike]
 
 
-def _batch(results: Sequence[Result]) -> str:
+def batch_row(results: Sequence[Result]) -> str:
     """The global batch and where it is from, and how GPUs take it."""
     first = results[0]
     sources = [
@@ -296,7 +298,7 @@ def _learning(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]
     return [("learning", text)] if said else []
 
 
-def _counted(entries: Sequence[Simulated], *, learns: bool) -> str:
+def counted_row(entries: Sequence[Simulated], *, learns: bool) -> str:
     """What the answer counts, and what it does not; whether a step learns less has its own line."""
     results, trained = [e.result for e in entries], [e.totals for e in entries if e.totals]
     noise = entries[0].case.noise
@@ -306,9 +308,12 @@ def _counted(entries: Sequence[Simulated], *, learns: bool) -> str:
     if shares_ - {1.0}:
         least, most = min(shares_), max(shares_)
         share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
-        counted_.append(f"failures ({share} of the time is useful)")
+        counts = [total.failures for total in trained if total.failures]
+        whose = " as published" if all(each.assumed for each in counts) else ""
+        counted_.append(f"failures{whose} ({share} of the time is useful)")
     else:
-        lacking.insert(0, "failures (--set failures=meta-rsc-1)")
+        short = trained and max(total.days for total in trained) <= WEEK
+        lacking.insert(0, "failures (few in a week)" if short else "failures")
     paths = {fact.path for r in results for fact in r.assumed}
     assumed = f"; {len(paths)} inputs assumed" if paths else ""
     return f"{', '.join(counted_)}; not: {', '.join(lacking)}{assumed}"
@@ -331,15 +336,16 @@ def _warnings(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 
 
-def _shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
+def shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     """What the stack has not, what one site does, how far off predictions of its kind were."""
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
+    whole = whole_words(best.case, best.totals)
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
     if len(entries) > 1 and _lacking(entries) == _lacking([best]):
         lacks = []  # the answer says it
     turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
-    return [*lacks, *turns, *near]
+    return [*lacks, *turns, *near, *([("whole", whole)] if whole else [])]
 
 
 def _lacking(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
@@ -420,9 +426,9 @@ def of_several(
             *_warnings([best, *(entry for entry in entries if entry is not best)]),
             *learning,
             *(_without(entries) if table else []),
-            ("batch", _batch(results)),
-            ("counted", _counted(entries, learns=bool(learning))),
-            *_shared_rows(best, entries),
+            ("counted", counted_row(entries, learns=bool(learning))),
+            ("batch", batch_row(results)),
+            *shared_rows(best, entries),
         ],
     )
 
@@ -484,11 +490,11 @@ def _best(entries: Sequence[Simulated], best: Simulated, tokens: float | None) -
     ]
     close_ = f"Undecided: {first_of(names, _NAMED)} may be as good." if names else ""
     lacks = "".join(f" What-if: the stack has {what}." for _, what in _lacking([best]))
-    doubts = f"{close_}{lacks}{_far(entries)}{_beyond(entries)}".strip()
+    doubts = f"{close_}{lacks}{_far(entries)}{beyond(entries)}".strip()
     return [" ".join(filter(None, [*said, doubts]))]
 
 
-def _beyond(entries: Sequence[Simulated]) -> str:
+def beyond(entries: Sequence[Simulated]) -> str:
     """A sentence on cases of more GPUs than the cluster has, where its file says how many."""
     sizes = sorted({size for entry in entries if (size := _fewer(entry))})
     if not sizes:

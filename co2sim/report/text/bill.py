@@ -30,10 +30,7 @@ def billed(totals: Totals, offer: Entry[Cluster], deadline: float | None = None)
     everything = offer.value.bill(days * DAY)
     assert everything is not None
     lasting = "for as long" if deadline is None else "for the deadline"
-    return (
-        f"{text}, part of the offer; all {whole:,} {lasting} would be"
-        f" {everything.total:,.0f} {currency}"
-    )
+    return f"{text}; all {whole:,} of the offer {lasting}: {everything.total:,.0f} {currency}"
 
 
 def _hours(bill: Bill) -> str:

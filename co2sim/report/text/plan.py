@@ -1,14 +1,39 @@
 """What `co2sim plan` says: sentences, commands and plain values."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from co2sim.catalog.facts import is_file
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.totals import Totals, knee, spent
-from co2sim.report.text.totals import TRADE, amount, in_short, in_words, trade
+from co2sim.report.text.answer import (
+    Simulated,
+    batch_row,
+    beyond,
+    counted_row,
+    job,
+    labels,
+    legend,
+    memory,
+    place,
+    setup,
+    shared_rows,
+)
+from co2sim.report.text.bill import billed
+from co2sim.report.text.screen import Screen
+from co2sim.report.text.totals import (
+    TRADE,
+    amount,
+    at_a_glance,
+    in_short,
+    in_words,
+    ranged,
+    trade,
+)
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.plan import Recommendation, overlap
@@ -16,6 +41,128 @@ from co2sim.studies.sensitivity import BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
 _UNDECIDED = "Undecided: the 90 % intervals of the choice and the runner-up overlap."
+
+
+def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> Screen:
+    """The first screen: what to take, what else there is, and what rests on what."""
+    choice = answer.choice
+    if choice is None:
+        return Screen(answer=[nothing(answer)])
+    beside = (answer.gamble, answer.runner_up, answer.rival, best_trade(answer))
+    options = [choice, *(option for option in beside if option)]
+    short = _Short(labels(option.result.strategy for option in options), _stems(space.clusters))
+    entry = short.simulated(choice)
+    stopped = f"{_stopped(answer)} So far the best: take" if answer.interrupted else "Take"
+    what = job(choice.result, answer.wanted.tokens)
+    glance = at_a_glance(choice.totals)
+    divided = f", {words_}" if (words_ := choice.case.mesh_words()) else ""
+    said = [
+        f"{stopped} {entry.name}{divided}: {what} in {glance}.",
+        " ".join(filter(None, [*limits(answer, choice), beyond([entry]).strip()])),
+        setup([place(choice.result)], [choice.result]),
+    ]
+    named = {short.labels[option.result.strategy]: option.result.strategy for option in options}
+    bill = billed(choice.totals, choice.case.load()[0], answer.wanted.deadline)
+    stacks = "" if space.stacks else "; one stack: --stack torchtitan,megatron-core tries two"
+    return Screen(
+        answer=[line for line in said if line],
+        rows=[
+            *_beside(answer, short),
+            *([("cost", bill)] if bill else []),
+            ("memory", memory(choice.result)),
+            *([("turns", short.turning(answer, turns[0]))] if turns else []),
+            ("counted", counted_row([entry], learns=False)),
+            *shared_rows(entry, [entry]),
+            ("batch", batch_row([choice.result])),
+            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated{stacks}"),
+            *(("names", line.strip("()")) for line in legend(named)),
+        ],
+    )
+
+
+def _stems(clusters: Sequence[Any]) -> dict[str, str]:
+    """What a screen calls each offer: a file without its folder and ending, where that tells it."""
+    named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
+    stems = {key: Path(key).stem if is_file(key) else name for key, name in named.items()}
+    every = list(stems.values())
+    return {key: stem if every.count(stem) == 1 else named[key] for key, stem in stems.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """Short names of strategies and offers."""
+
+    labels: Mapping[str, str]
+    offers: Mapping[str, str]
+
+    def simulated(self, option: Candidate) -> Simulated:
+        """An option as other screens have it."""
+        label = self.labels[option.result.strategy]
+        gpus = counted(option.result.gpus, "GPU")
+        return Simulated(
+            name=f"{gpus} of {self.offers[display_name(option.case.cluster)]} with {label}",
+            label=label,
+            method=label,
+            case=option.case,
+            result=option.result,
+            totals=option.totals,
+        )
+
+    def spends(self, option: Candidate, choice: Candidate) -> str:
+        """An option with its days and money; what it has as the choice is not said again."""
+        total = option.totals
+        ends = "" if total.days_low is None else f" ({ranged(total, 'days').partition('(')[2]}"
+        unit = "GPU-hours" if total.cost is None else total.currency
+        name = self.simulated(option).name
+        if name.partition(" of ")[2] == self.simulated(choice).name.partition(" of ")[2]:
+            name = counted(option.result.gpus, "GPU")
+        return f"{name}, {amount(total.days)} days{ends}, {spent(total):,.0f} {unit}"
+
+    def turning(self, answer: Recommendation, turn: BreakEven) -> str:
+        """Where another option wins; prices of a GPU, bandwidths, step factors."""
+        said = turning([turn])[0].rstrip(".")
+        for option in (answer.choice, answer.runner_up, answer.rival):
+            if option:
+                offer = self.offers[display_name(option.case.cluster)]
+                said = said.replace(offer_name(option.case.cluster), offer)
+                said = said.replace(option.result.strategy, self.labels[option.result.strategy])
+        return said
+
+
+def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
+    """What else could be taken: a gamble, the next ones, and more speed for a little more money."""
+    choice, wanted = answer.choice, answer.wanted
+    assert choice is not None
+    if answer.gamble:
+        odds = "; ".join(_odds(answer, answer.gamble))
+        yield "gamble", f"{_saved(answer)}: {short.spends(answer.gamble, choice)}; {odds}"
+    undecided = "; undecided" if answer.undecided else ""
+    if answer.runner_up:
+        margin = _margin(answer, answer.runner_up)
+        yield "next", f"{margin}: {short.spends(answer.runner_up, choice)}{undecided}"
+    if answer.rival and answer.rival is not answer.runner_up:
+        yield "other", f"{_margin(answer, answer.rival)}: {short.spends(answer.rival, choice)}"
+    best = best_trade(answer)
+    if best and wanted.want == "cheapest":
+        more = f"for {best.spent / choice.spent - 1:.1%} more money"
+        yield "sooner", f"{short.spends(best, choice)}, {more}"
+
+
+def _odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
+    """The chances to miss the limits."""
+    for name, _, chance in _missed(answer, option):
+        yield f"misses the {name} with {chance:.0%}"
+
+
+def _missed(answer: Recommendation, option: Candidate) -> Iterator[tuple[str, float, float]]:
+    """Limits that may be missed: what, the bad end, and the chance."""
+    wanted, total = answer.wanted, option.totals
+    for name, most, least, worst in (
+        ("deadline", wanted.deadline, total.days_low, total.days_high),
+        ("budget", wanted.budget, total.cost_low, total.cost_high),
+    ):
+        if most is not None and least is not None and worst is not None and worst > most:
+            yield name, worst, chance_to_miss(least, worst, most) if least < worst else 1.0
 
 
 def words(
@@ -183,12 +330,19 @@ def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
 
 def gambles(answer: Recommendation) -> list[str]:
     """The better one that may miss a limit, with its odds."""
-    option, want = answer.gamble, answer.wanted.want
+    option = answer.gamble
     if option is None or answer.choice is None:
         return []
+    return [f"A gamble, {_saved(answer)}: {_told(option)}.", *limits(answer, option)]
+
+
+def _saved(answer: Recommendation) -> str:
+    """By how much the gamble is better."""
+    option, want = answer.gamble, answer.wanted.want
+    assert option is not None
+    assert answer.choice is not None
     saved = 1 - option.score(want) / answer.choice.score(want)
-    much = f"{saved:.1%} {_AHEAD[want]}" if saved > 0 else "no better"
-    return [f"A gamble, {much}: {_told(option)}.", *limits(answer, option)]
+    return f"{saved:.1%} {_AHEAD[want]}" if saved > 0 else "no better"
 
 
 def chance_to_miss(low: float, high: float, most: float) -> float:
