@@ -33,6 +33,9 @@ _NEAR = 2e-2
 """How exactly they are found."""
 
 
+RUNNER_UP = "the runner-up"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
     """A number `what`, which is `now`, and the value `at` which the `winner` becomes the better.
@@ -46,7 +49,7 @@ class BreakEven:
     shown_now: str
     shown_at: str
     above: bool
-    winner: str = "the runner-up"
+    winner: str = RUNNER_UP
 
 
 def _turn(what: str, now: float, at: float, shown: Callable[[float], str]) -> BreakEven:

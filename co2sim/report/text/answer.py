@@ -308,9 +308,7 @@ def counted_row(entries: Sequence[Simulated], *, learns: bool) -> str:
     if shares_ - {1.0}:
         least, most = min(shares_), max(shares_)
         share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
-        counts = [total.failures for total in trained if total.failures]
-        whose = " as published" if all(each.assumed for each in counts) else ""
-        counted_.append(f"failures{whose} ({share} of the time is useful)")
+        counted_.insert(0, f"failures ({share} useful time)")
     else:
         short = trained and max(total.days for total in trained) <= WEEK
         lacking.insert(0, "failures (few in a week)" if short else "failures")
@@ -494,7 +492,7 @@ def _best(entries: Sequence[Simulated], best: Simulated, tokens: float | None) -
     return [" ".join(filter(None, [*said, doubts]))]
 
 
-def beyond(entries: Sequence[Simulated]) -> str:
+def beyond(entries: Iterable[Simulated]) -> str:
     """A sentence on cases of more GPUs than the cluster has, where its file says how many."""
     sizes = sorted({size for entry in entries if (size := _fewer(entry))})
     if not sizes:

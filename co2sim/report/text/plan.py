@@ -37,7 +37,7 @@ from co2sim.report.text.totals import (
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.plan import Recommendation, overlap
-from co2sim.studies.sensitivity import BreakEven, Sensitivity
+from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
 _UNDECIDED = "Undecided: the 90 % intervals of the choice and the runner-up overlap."
@@ -47,7 +47,9 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     """The first screen: what to take, what else there is, and what rests on what."""
     choice = answer.choice
     if choice is None:
-        return Screen(answer=[nothing(answer)])
+        titles = labels(option.result.strategy for option in answer.front)
+        nearest = map(_Short(titles, _stems(space.clusters)).simulated, answer.front)
+        return Screen(answer=[f"{nothing(answer)}.{beyond(nearest)}"])
     beside = (answer.gamble, answer.runner_up, answer.rival, best_trade(answer))
     options = [choice, *(option for option in beside if option)]
     short = _Short(labels(option.result.strategy for option in options), _stems(space.clusters))
@@ -120,7 +122,9 @@ class _Short:
 
     def turning(self, answer: Recommendation, turn: BreakEven) -> str:
         """Where another option wins; prices of a GPU, bandwidths, step factors."""
-        said = turning([turn])[0].rstrip(".")
+        side = "above" if turn.above else "below"
+        who = "the next one" if turn.winner == RUNNER_UP else turn.winner
+        said = f"{turn.what} {side} {turn.shown_at} (now {turn.shown_now}): {who} wins"
         for option in (answer.choice, answer.runner_up, answer.rival):
             if option:
                 offer = self.offers[display_name(option.case.cluster)]
