@@ -31,7 +31,7 @@ PUBLISHED = "published"
 _FLOPS = 6.0
 """Of a training, for each parameter that a token passes: Kaplan et al. 2020, arXiv 2001.08361."""
 _SAME = 0.02
-"""Relative difference in size of what counts as one model."""
+"""Relative difference in size of what counts as one model, and in peak as one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +184,10 @@ def beside(case: Question, totals: "Totals") -> Beside | None:
     whole = most_alike(gpu, model)
     hours = totals.gpu_hours / totals.project
     mine = _FLOPS * model.active_parameters * totals.tokens / (hours * 3600)
-    same_gpu = _gpu(whole.gpu)[0] == (gpu.generation or gpu.name)
-    peaks = 1.0 if same_gpu else _peak(gpu) / whole.peak
-    factor = mine / whole.effective / peaks
+    generation, peak = _gpu(whole.gpu)
+    peaks = _peak(gpu) / peak
+    same_gpu = generation == (gpu.generation or gpu.name) and abs(peaks - 1) < _SAME
+    factor = mine / whole.effective / (1.0 if same_gpu else peaks)
     size = abs(whole.parameters / model.parameters - 1)
     return Beside(training=whole, factor=factor, same_model=size < _SAME, same_gpu=same_gpu)
 

@@ -146,8 +146,8 @@ def counted_words(trained: Sequence[Totals]) -> str:
     counted = [totals.failures for totals in trained if totals.failures]
     if not counted:
         return (
-            "no failures: in a week or less few are met (--set failures=published counts them),"
-            " or none were asked for"
+            "no failures, as of a training of a week or less, or with failures=none;"
+            " --set failures=published counts them"
         )
     least, most = (end(each.useful for each in counted) for end in (min, max))
     words = counted[0].words
