@@ -19,11 +19,11 @@ for where the same round uses them.
 `tests/co2sim/prediction/test_bounds.py` compares with the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from co2sim.common.errors import OptionError
 from co2sim.common.resources import LruCache
@@ -43,6 +43,8 @@ from co2sim.simulation.run import expected_slowest
 from co2sim.strategies import LocalSteps, Strategy, is_built_in
 from co2sim.strategies.local import OUTER, Replica, round_steps
 from co2sim.strategies.step import COMPUTE, title
+
+T = TypeVar("T")
 
 _PASSES = {"forward", "backward", "recompute"}
 
@@ -228,6 +230,8 @@ def _kernel(op: Op) -> str:
     return op.work.kernel if isinstance(op.work, Compute) else ""
 
 
+_DIGITS = 3
+"""Binary ones of a round number of nodes: 1 to 8, 10, 12, 14, 16, 20 and so on."""
 _KEPT = 64
 """Schedules, of some hundred ops each."""
 
@@ -240,7 +244,7 @@ class Shared:
         self._all = cluster
         self._passes: dict[object, Passes] = {}
         self._jobs: dict[object, Workload] = {}
-        self._added: dict[object, _Added] = {}
+        self._figures: dict[object, object] = {}
         self._stages: LruCache[object, Stage] = LruCache(_KEPT)
 
     def stage(self, job: Job, number: int = 0, steps: int = 1) -> Stage:
@@ -266,14 +270,42 @@ class Shared:
         except OptionError:
             return job
 
+    def added_of(self, job: Job, steps: int) -> _Added:
+        """What the strategy of a job adds, with micro-steps; see `_fewer`."""
+        return self._kept(job, steps, added)
+
+    def averages_of(self, job: Job) -> tuple[Seconds, Seconds]:
+        """Those of local updates; see `_fewer`."""
+        return self._kept(job, 1, averages_of)
+
     def inside_of(self, job: Job, inner: Strategy, steps: int) -> _Added:
         """What a strategy adds on one node of the cluster of a job: the same on any number."""
-        cluster = job.cluster
-        key = cluster.name, *_inside(job), title(inner), steps
-        if key not in self._added:
-            node = cluster.resized(cluster.gpus_per_node)
-            self._added[key] = added(replace(job, cluster=node, strategy=inner).stage(0, steps))
-        return self._added[key]
+        node = job.cluster.resized(job.cluster.gpus_per_node)
+        return self._kept(replace(job, cluster=node, strategy=inner), steps, added)
+
+    def _kept(self, job: Job, steps: int, figure: Callable[[Stage], T]) -> T:
+        job = self._fewer(job)
+        work, layout = job.workload, job.stage_cluster.layout
+        key = figure, title(job.strategy), work.pp, work.interleave, steps, layout, *_inside(job)
+        if key not in self._figures:
+            self._figures[key] = figure(self.stage(job, 0, steps))
+        return cast("T", self._figures[key])
+
+    def _fewer(self, job: Job) -> Job:
+        """The job on a rounder number of nodes, at most as many: collectives take no less on more.
+
+        So many numbers of nodes share a bound that is hardly lower.
+        """
+        nodes, cluster = job.stage_cluster.nodes, job.cluster
+        fewer = nodes >> (shift := max(0, nodes.bit_length() - _DIGITS)) << shift
+        if self._all is None or fewer == nodes:
+            return job
+        try:
+            smaller = cluster.resized(fewer * job.workload.pp * cluster.gpus_per_node)
+        except OptionError:
+            return job
+        like = replace(job, cluster=smaller)
+        return like if like.stage_cluster.nodes == fewer else job
 
     def share(self, job: Job) -> Workload:
         """What a GPU does in a micro-step of one sample, in all stages of a pipeline together."""
@@ -327,7 +359,6 @@ class StepBound:
             self._between = between_stages(job, sent_on(self._work))
         self._stages_of: dict[tuple[int, str], _Stages] = {}
         self._adds: dict[int, _Added] = {}
-        self._averages: tuple[Seconds, Seconds] | None = None
 
     def quick(self, micro_batch: int, steps: int, recompute: str) -> Least:
         """Of the passes alone, those of a pipeline one after the other."""
@@ -431,9 +462,8 @@ class StepBound:
         if steps not in self._adds:
             strategy = self.job.strategy
             local = is_built_in(strategy) and isinstance(strategy, LocalSteps)
-            self._adds[steps] = (
-                self._of_local(steps) if local else added(self._shared.stage(self.job, 0, steps))
-            )
+            shared = self._shared
+            self._adds[steps] = self._of_local(steps) if local else shared.added_of(self.job, steps)
         return self._adds[steps]
 
     def _of_local(self, steps: int) -> _Added:
@@ -446,10 +476,8 @@ class StepBound:
         inner = Replica.of(job.strategy).inner
         if job.strategy.worker == "node" and inner is not None:
             inside = self._shared.inside_of(job, inner, steps)
-        if self._averages is None:
-            short = replace(job, strategy=with_short_rounds(job.strategy))
-            self._averages = averages_of(self._shared.stage(short))
-        sends, waited = (seconds / tau for seconds in self._averages)
+        short = replace(job, strategy=with_short_rounds(job.strategy))
+        sends, waited = (seconds / tau for seconds in self._shared.averages_of(short))
         alike = (tau - 1) / tau
         return _Added(
             fixed=alike * inside.fixed,

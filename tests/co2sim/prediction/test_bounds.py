@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn) -> Question:
         model=draw(st.sampled_from(["gpt2-small", "tinyllama-1.1b"])),
         strategy=draw(st.sampled_from(STRATEGIES)),
         stack=draw(st.sampled_from(["", "megatron-core", "torchtitan-eager", "deepspeed-2023"])),
-        gpus=draw(st.sampled_from([8, 16, 32])),
+        gpus=draw(st.sampled_from([8, 16, 24, 32, 56])),
         micro_batch=draw(st.sampled_from([1, 2, 8])),
         accumulation=steps * pp if chunks > 1 else steps,
         recompute=draw(st.sampled_from(["none", "full", "full/2", "activation"])),
@@ -51,8 +51,9 @@ def cases(draw: st.DrawFn) -> Question:
 
 
 def bound_of(case: Question) -> StepBound:
-    """That of all micro-batches of a case."""
-    return StepBound(replace(case, micro_batch=1, accumulation=1, recompute="none").job(), Shared())
+    """That of all micro-batches of a case, as a plan has it, which looks at other sizes, too."""
+    job = replace(case, micro_batch=1, accumulation=1, recompute="none").job()
+    return StepBound(job, Shared(case.load()[0].value))
 
 
 def result_of(case: Question) -> Result:
