@@ -329,7 +329,7 @@ def test_the_answer_comes_in_words_and_its_commands_run(
     assert again["tokens_per_s"] == choice["result"]["tokens_per_s"]
     assert again["totals"]["days"] == choice["totals"]["days"]
     assert again["totals"]["cost"] == choice["totals"]["cost"]
-    shown = cli(*arguments(offers))
+    shown = cli(*arguments(offers, "--full"))
     assert shown.code == 0
     assert shown.out.startswith("Take ")
     assert choice["command"] in shown.out
@@ -350,7 +350,7 @@ def test_control_c_answers_with_what_there_is(
         return real(*given, **named)
 
     monkeypatch.setattr(search_module, "run_on", stopping)
-    ended = cli(*arguments(offers))
+    ended = cli(*arguments(offers, "--full"))
     assert ended.code == 130
     assert ended.out.startswith("Stopped after 3 of ")
     assert "So far the best: " in ended.out
