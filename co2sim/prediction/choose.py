@@ -406,11 +406,14 @@ def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, s
 def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
     tau = round_steps(strategy)
     latest = replace(strategy, delay=tau)
-    bare, shortest = times(latest, False), times(latest, True)  # noqa: FBT003
-    hidden = shortest - bare <= _TOLERANCE * shortest
 
     def whole(delay: int) -> Seconds:
         return times(replace(strategy, delay=delay), True)  # noqa: FBT003
+
+    bare = times(latest, False)  # noqa: FBT003
+    # what is hidden if it is used at once is hidden if it is used later
+    shortest = whole(1) if whole(1) - bare <= _TOLERANCE * whole(1) else whole(tau)
+    hidden = shortest - bare <= _TOLERANCE * shortest
 
     def late(delay: int) -> Seconds:
         """What a longer delay could save."""
