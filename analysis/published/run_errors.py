@@ -262,12 +262,13 @@ def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Dista
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Throughput per GPU of a published job, relative to the same job on fewer GPUs.
+    """Throughput per GPU of a published job on `nodes`, relative to the same job on fewer GPUs.
 
     A 90 % interval of the prediction reaches from `low` to `high`, by the errors of other sources.
     """
 
     source: str
+    nodes: int
     published: float
     predicted: float
     low: float = math.nan
@@ -294,7 +295,7 @@ def scalings(runs: Sequence[TrainingRun], results: Sequence[Result]) -> list[Sca
                 assert second.tokens_per_s_per_gpu
                 published = second.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
                 predicted = other.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu
-                pairs.append(Scaling(first.paper, published, predicted))
+                pairs.append(Scaling(first.paper, other.nodes, published, predicted))
     return pairs
 
 
@@ -312,7 +313,7 @@ def scaling_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Sc
         return None
     errors = np.array([math.log(pair.predicted / pair.published) for pair in pairs])
     weight = _pair_weights(runs, [pair.source for pair in pairs])
-    parts = [ScalingErrors.parts(pair.predicted) for pair in pairs]
+    parts = [ScalingErrors.parts(pair.predicted, pair.nodes) for pair in pairs]
     deviations, factor = likeliest(parts, errors, weight, least=_LEAST_OF_RATIO)
     return ScalingErrors(**deviations, factor=factor, runs=len(pairs))
 
@@ -326,7 +327,7 @@ def compared_scalings(
     for pair in scalings(runs, results):
         errors = (models.get(pair.source) or error_model()).scaling
         assert errors  # of several sources
-        low, high = errors.ends(pair.predicted)
+        low, high = errors.ends(pair.predicted, pair.nodes)
         rows.append(replace(pair, low=low, high=high))
     return rows
 

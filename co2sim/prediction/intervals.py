@@ -347,8 +347,9 @@ class ScalingErrors:
 
     What both share is not in them: speed of kernels, power, what a stack adds. The variance of
     log(measured / predicted) of the ratio is `any` squared, for what two published numbers differ
-    by, and `lost` squared times the size of the logarithm of the ratio: a loss is a sum of many
-    parts. A 90 % interval reaches `factor` standard deviations; `runs` are the pairs of runs.
+    by, and `lost` squared times the size of the logarithm of the ratio, as a loss is a sum of many
+    parts, times log2 of the nodes of the larger job. A 90 % interval reaches `factor` standard
+    deviations; `runs` are the pairs of runs.
     """
 
     any: float
@@ -357,27 +358,23 @@ class ScalingErrors:
     runs: int
 
     @staticmethod
-    def parts(ratio: float) -> dict[str, float]:
+    def parts(ratio: float, nodes: int) -> dict[str, float]:
         """By how much each part of the standard deviation counts, by the predicted ratio."""
-        return {"any": 1.0, "lost": math.sqrt(abs(math.log(ratio)))}
+        return {"any": 1.0, "lost": math.sqrt(abs(math.log(ratio)) * math.log2(max(2, nodes)))}
 
-    def reach(self, ratio: float) -> float:
-        """How far a 90 % interval of the logarithm of a ratio reaches to both sides."""
-        parts = self.parts(ratio)
-        return self.factor * math.hypot(self.any * parts["any"], self.lost * parts["lost"])
-
-    def ends(self, ratio: float) -> tuple[float, float]:
+    def ends(self, ratio: float, nodes: int) -> tuple[float, float]:
         """The ends of the 90 % interval of a ratio: a larger job is faster per GPU by chance only.
 
-        >>> low, high = ScalingErrors(any=0.01, lost=0.2, factor=2.0, runs=9).ends(0.9)
+        >>> low, high = ScalingErrors(any=0.01, lost=0.1, factor=2.0, runs=9).ends(0.9, 16)
         >>> round(low, 3), round(high, 3)
         (0.789, 1.02)
         """
-        reach, chance = self.reach(ratio), math.exp(self.factor * self.any)
-        high = ratio * math.exp(reach)
+        parts = self.parts(ratio, nodes)
+        reach = self.factor * math.hypot(self.any * parts["any"], self.lost * parts["lost"])
+        high, chance = ratio * math.exp(reach), math.exp(self.factor * self.any)
         return ratio * math.exp(-reach), max(ratio, min(high, chance)) if ratio <= 1 else high
 
-    def waiting(self, share: float) -> tuple[float, float]:
+    def waiting(self, share: float, nodes: int) -> tuple[float, float]:
         """The ends of the share of a round that waits for communication, the lesser one first.
 
         That is the loss of a job relative to itself with free communication.
@@ -385,7 +382,7 @@ class ScalingErrors:
         if not 0 < share < 1:
             return share, share
         ratio = 1 - share
-        reach = self.factor * self.lost * self.parts(ratio)["lost"]
+        reach = self.factor * self.lost * self.parts(ratio, nodes)["lost"]
         return max(0.0, 1 - ratio * math.exp(reach)), 1 - ratio * math.exp(-reach)
 
 
@@ -761,7 +758,7 @@ def efficiency_ends(many: Result, alone: Result) -> tuple[float, float] | None:
     down, up = low / many.tokens_per_s, high / many.tokens_per_s
     ends = ratio * down, ratio * up
     if model.scaling and all(getattr(many, name) == getattr(alone, name) for name in _JOB):
-        ends = model.scaling.ends(ratio)
+        ends = model.scaling.ends(ratio, many.nodes)
     elif model.pairs:
         reach = model.pairs.reach(between(many, alone))
         ends = ratio * math.exp(-reach), ratio * math.exp(reach)

@@ -12,6 +12,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
+from co2sim.prediction.calibrations import value_at
 from co2sim.prediction.counted import counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -24,8 +25,11 @@ from co2sim.studies.targets import Axis, End, Target, View
 Figure: TypeAlias = Callable[[float], float | None]
 """A figure at a value of the axis; None where there is none."""
 
-_EXACT = 1e-7
-"""How near to a crossing the search comes, relative to it."""
+_EXACT = 5e-4
+"""How near to a crossing the search comes, relative to it: three digits are shown."""
+
+_FAR = 10.0
+"""How many times as large the far end of a range is, at most, where a crossing is interpolated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,10 @@ def _edge(
             middle = axis.low + axis.step * axis.place((inside + outside) / 2)
             inside, outside = (middle, outside) if meets(middle) else (inside, middle)
         return inside
-    root = _root(figure, value, inside, outside)
+    while abs(math.log(inside / outside)) > math.log(_FAR):
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+    root = _root(figure, target, value, inside, outside)
     if root is not None:
         for place in (root, root * (1 + _EXACT), root * (1 - _EXACT)):
             near = min(max(place, low), high)
@@ -89,20 +96,29 @@ def _edge(
     return inside
 
 
-def _root(figure: Figure, value: float, inside: float, outside: float) -> float | None:
-    """Where the figure is the value; None where it is not known between the two."""
+def _root(
+    figure: Figure, target: Target, value: float, inside: float, outside: float
+) -> float | None:
+    """Where the figure is the value; None where it is not known between the two.
+
+    A time grows as a number does, or as the inverse of a number of which more is better: then a
+    straight line comes near.
+    """
     from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
-    def beyond(log_x: float) -> float:
-        value_there = figure(math.exp(log_x))
-        if value_there is None:
+    power = -1.0 if inside > outside else 1.0
+
+    def beyond(place: float) -> float:
+        there = figure(place**power)
+        if there is None or (target.metric.more and there <= 0):
             raise _UnknownError
-        return value_there - value
+        return value / there - 1 if target.metric.more else there / value - 1
 
     try:
-        return math.exp(brentq(beyond, math.log(inside), math.log(outside), xtol=_EXACT / 4))
+        root = brentq(beyond, inside**power, outside**power, xtol=1e-300, rtol=_EXACT / 4)
     except (_UnknownError, ValueError):  # no figure, or one that rounds to the value at an end
         return None
+    return float(root**power)
 
 
 class _UnknownError(Exception):
@@ -146,6 +162,10 @@ class Curve:
         """Whether the value can be simulated."""
         return self._view(value) is not None
 
+    def looked(self) -> list[float]:
+        """All values that were looked at and can be simulated, in order."""
+        return sorted(value for value, view in self._views.items() if view is not None)
+
     def of(self, end: End) -> Figure:
         """At an end of the interval."""
 
@@ -155,7 +175,7 @@ class Curve:
                 return None
             if not view.result.fits_in_memory and self._target.name != "memory":
                 return None
-            return self._target.metric.of(view.at(end))
+            return self._target.metric.at(view, end)
 
         return figure
 
@@ -185,7 +205,7 @@ class Curve:
         return self._views[value]
 
     def _seen(self, case: Question) -> View:
-        result = driver.run(case)
+        result = driver.figures_of(case)
         self.has_interval = self.has_interval or result.tokens_per_s_low is not None
         self.currency = self.currency or result.currency
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
@@ -228,9 +248,9 @@ class Curve:
         batch = single.micro_batch, single.accumulation, single.global_batch, single.recompute
         key = f"{single.strategy} {batch} {same}"
         if isinstance(single.cluster, Cluster):
-            return driver.run(single)
+            return driver.figures_of(single)
         if key not in self._alone:
-            self._alone[key] = driver.run(single)
+            self._alone[key] = driver.figures_of(single)
         return self._alone[key]
 
 
@@ -282,28 +302,30 @@ def solve(
     tokens: float | None = None,
     goal: Goal = NO_GOAL,
     done: Done | None = None,
+    fine: bool = False,
 ) -> Solved:
     """Which values of the axis reach each value of the target.
 
-    The figure is looked at over the whole range; between two neighbours of which one meets the
-    target and the other does not, the crossing is found to 1e-7 (whole numbers: exactly). Of
-    crossings that lie nearer to each other than the points, both are missed. `tokens` are those
+    Looked at are `fine` points over the whole range, or, of a number of the hardware, of which more
+    is better or worse throughout, both ends and what is there. Between two neighbours of which one
+    meets the target and the other does not, the crossing is found to 5e-4 (whole numbers: exactly).
+    Of crossings that lie nearer to each other than the points, both are missed. `tokens` are those
     that DDP would train; local updates need more, as `goal` or the measured step factors say.
     Raises the error of the first point where none can be simulated.
     """
     check(case, axis.path, target, tokens)
     curve = Curve(case, axis, target, tokens, goal)
-    points = axis.points()
+    points = axis.points() if fine or not axis.links else _ends(case, axis)
     for turn, point in enumerate(points, 1):
         curve.figure(point)
         if done:
             done(turn, len(points))
-    points = [point for point in points if curve.known(point)]
-    if not points:
+    if not curve.looked():
         assert curve.error is not None
         raise curve.error
+    answers = tuple(_answer(curve, axis, target, value) for value in target.values)
+    points = curve.looked()
     values = [curve.figure(point) for point in points]
-    answers = tuple(_answer(curve, points, axis, target, value) for value in target.values)
     pairs = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
     best = None
     if pairs:
@@ -361,16 +383,22 @@ def check(case: Question, path: str, target: Target, tokens: float | None) -> No
         raise OptionError(f"prices of the cluster are in {currency}, not in USD; ask for cost")
 
 
-def _answer(
-    curve: Curve, points: Sequence[float], axis: Axis, target: Target, value: float
-) -> Answer:
-    def reached(end: End) -> tuple[ValueRange, ...]:
-        return tuple(spans(curve.of(end), points, axis, target, value))
+def _ends(case: Question, axis: Axis) -> list[float]:
+    """Both ends of the range, and what the cluster has now, if it lies between."""
+    now = value_at(case.load()[0].value, axis.path)
+    between = [now] if now is not None and axis.low < now < axis.high else []
+    return [axis.low, *between, axis.high]
 
+
+def _answer(curve: Curve, axis: Axis, target: Target, value: float) -> Answer:
+    def reached(end: End) -> tuple[ValueRange, ...]:
+        return tuple(spans(curve.of(end), curve.looked(), axis, target, value))
+
+    met = reached("predicted")
     uncertain = _uncertain(curve, target)
     return Answer(
         value=value,
-        met=reached("predicted"),
+        met=met,
         sure=reached("low") if uncertain else None,
         hoped=reached("high") if uncertain else None,
     )

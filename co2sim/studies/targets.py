@@ -12,6 +12,7 @@ from co2sim.common.units import Unit, duration, number, parse, parse_price, scal
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.calibrations import replaced
+from co2sim.prediction.intervals import efficiency_ends, error_model
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import joined
@@ -78,7 +79,8 @@ class View:
 class Metric:
     """A figure: its name as a text, its unit, whether more is better, and how it is read off.
 
-    `usual` are the values asked for by default. `needs` says what a view must have.
+    `usual` are the values asked for by default. `needs` says what a view must have. A ratio has
+    `ends`: where what its two sides do not share is worst, and where it is best.
     """
 
     words: str
@@ -87,6 +89,14 @@ class Metric:
     of: Callable[[View], float]
     usual: tuple[float, ...] = ()
     needs: Literal["", "alone", "tokens", "failures"] = ""
+    ends: Callable[[View], tuple[float, float] | None] | None = None
+
+    def at(self, view: View, end: End) -> float:
+        """The figure at an end: of a ratio that of its own interval, else that of tokens/s."""
+        if self.ends is None or end == "predicted":
+            return self.of(view.at(end))
+        ends = self.ends(view)
+        return self.of(view) if ends is None else ends[0 if end == "low" else 1]
 
     def shown(self, value: float, currency: str | None = None) -> str:
         """A value for people."""
@@ -102,6 +112,25 @@ class Metric:
 def _efficiency(view: View) -> float:
     assert view.alone is not None
     return view.result.tokens_per_s_per_gpu / view.alone.tokens_per_s_per_gpu
+
+
+def _efficiency_ends(view: View) -> tuple[float, float] | None:
+    assert view.alone is not None
+    return efficiency_ends(view.result, view.alone)
+
+
+def _exposed_ends(view: View) -> tuple[float, float] | None:
+    """The larger share first."""
+    scaling, result = error_model().scaling, view.result
+    if scaling is None or result.tokens_per_s_low is None:
+        return None
+    low, high = scaling.waiting(result.exposed_share, result.nodes)
+    return high, low
+
+
+def _utilization_ends(view: View) -> tuple[float, float] | None:
+    ends = _exposed_ends(view)
+    return ends and (1 - ends[0], 1 - ends[1])
 
 
 def _seconds(view: View) -> float:
@@ -137,6 +166,7 @@ METRICS: Mapping[str, Metric] = {
         of=_efficiency,
         usual=_TABLE,
         needs="alone",
+        ends=_efficiency_ends,
     ),
     "utilization": Metric(
         words="round time with free communication, relative to the round time",
@@ -144,6 +174,7 @@ METRICS: Mapping[str, Metric] = {
         more=True,
         of=lambda view: view.result.efficiency_vs_free_communication,
         usual=_TABLE,
+        ends=_utilization_ends,
     ),
     "exposed": Metric(
         words="share of a round that waits for communication",
@@ -151,6 +182,7 @@ METRICS: Mapping[str, Metric] = {
         more=False,
         of=lambda view: view.result.exposed_share,
         usual=(0.5, 0.2, 0.1, 0.05, 0.01),
+        ends=_exposed_ends,
     ),
     "mfu": Metric(
         words="model FLOP utilization", unit="share", more=True, of=lambda view: view.result.mfu
@@ -303,6 +335,10 @@ _MIN_SHARE = 1e-3
 _MINUTE, _DAY = 60.0, 86400.0
 _PER_DECADE = 4
 _MAX_POINTS = 129
+_DIGITS = 3
+"""Of a value for people."""
+_ROUNDING = 1e-9
+"""Of a digit, or of a value: what a calculation may add to it."""
 _ALL = 8
 """Whole numbers up to here are all looked at."""
 
@@ -321,6 +357,11 @@ class Axis:
     high: float
     step: int = 0
     currency: str = "USD"
+
+    @property
+    def links(self) -> bool:
+        """Whether it is a number of the hardware, of which more is better, or worse, throughout."""
+        return not self.step and self.path.startswith(("inter.", "wan.", "intra.", "gpu."))
 
     def points(self) -> list[float]:
         """Values all over the range, evenly on a log scale."""
@@ -346,6 +387,34 @@ class Axis:
                 cluster = replace(cluster, price_low=None, price_high=None)
             return replace(case, cluster=replaced(cluster, self.path, value))
         return with_change(case, self.path, self.text(value))
+
+    def rounded(self, value: float, *, up: bool) -> float:
+        """The value with the three digits that are shown, no smaller, or no greater."""
+        if self.step:
+            return value
+        unit = self._shown_unit
+        last = 10.0 ** (math.floor(math.log10(value / unit)) - _DIGITS + 1)
+        count = value / unit / last
+        whole = math.ceil(count - _ROUNDING) if up else math.floor(count + _ROUNDING)
+        return whole * last * unit
+
+    @property
+    def _shown_unit(self) -> float:
+        """In SI units, but for decimal prefixes."""
+        if self.unit == "B/s" and self.path.startswith(("inter.", "wan.")):
+            return 1 / 8
+        return 1 / 3600 if self.unit == "USD/s" else 1.0
+
+    def written(self, value: float) -> str:
+        """The value as people write it in a command: as it is shown, where that is exact."""
+        shown = self.shown(value)
+        if self.step or self.unit in {"USD/s", ""}:
+            return self.text(value)
+        try:
+            exact = math.isclose(parse(shown, self.unit), value, rel_tol=_ROUNDING)
+        except UnitError:
+            exact = False
+        return shown if exact else self.text(value)
 
     def text(self, value: float) -> str:
         """The value as `--set` takes it, with all its digits."""
