@@ -232,7 +232,10 @@ def _fastest(question: Question, groups: int, done: Done | None) -> _Batch:
 
 
 def _of_one_sample(question: Question, done: Done | None) -> Job:
-    """The job among equal ranks, with one micro-step of one sample."""
+    """The job among equal ranks, with one micro-step of one sample.
+
+    What is still open of CO2 changes no memory, and is as short as it can be.
+    """
     single = replace(
         question,
         noise=QUIET,
@@ -243,6 +246,9 @@ def _of_one_sample(question: Question, done: Done | None) -> Job:
         global_batch=None,
         accumulation=1,
     )
+    strategy = single.parsed
+    if isinstance(strategy, CO2) and has_auto_options(strategy) and single.pp == 1:
+        single = replace(single, strategy=with_short_rounds(strategy))
     return choose_delay(single, done)[0].job()
 
 

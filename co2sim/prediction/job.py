@@ -336,7 +336,7 @@ def with_short_rounds(strategy: Strategy) -> Strategy:
         return with_options(strategy, {**least, "tau": "2"})
 
 
-_BARE: LruCache[Schedule, Schedule] = LruCache(8)
+_BARE: LruCache[Schedule, Schedule] = LruCache(8, same=True)
 
 
 def without_averages(schedule: Schedule) -> Schedule:

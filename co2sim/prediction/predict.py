@@ -195,7 +195,7 @@ def _times(figures: StageFigures, turns: int) -> StageFigures:
     return replace(figures, **longer, free_round=None if alone is None else turns * alone)
 
 
-_TURNS: LruCache[Schedule, tuple[Schedule | None]] = LruCache(8)
+_TURNS: LruCache[Schedule, tuple[Schedule | None]] = LruCache(8, same=True)
 
 
 def one_turn(schedule: Schedule) -> Schedule | None:

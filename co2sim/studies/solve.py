@@ -28,8 +28,16 @@ Figure: TypeAlias = Callable[[float], float | None]
 _EXACT = 5e-4
 """How near to a crossing the search comes, relative to it: three digits are shown."""
 
+_ROUGH = 5e-3
+"""The same of an end of an interval."""
+
 _FAR = 10.0
 """How many times as large the far end of a range is, at most, where a crossing is interpolated."""
+
+_BISECTED = 3
+"""Every third value halves the range, as lines do not help at a jump."""
+
+_MOST_TURNS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,12 @@ class ValueRange:
 
 
 def spans(
-    figure: Figure, points: Sequence[float], axis: Axis, target: Target, value: float
+    figure: Figure,
+    points: Sequence[float],
+    axis: Axis,
+    target: Target,
+    value: float,
+    exact: float = _EXACT,
 ) -> Iterable[ValueRange]:
     """The ranges of the axis in which the figure meets the value, from the lowest on."""
     met = [target.met(figure(x), value) for x in points]
@@ -54,7 +67,7 @@ def spans(
     for (x, before), (y, after) in pairwise(zip(points, met, strict=True)):
         if before == after:
             continue
-        edge = _edge(figure, axis, target, value, x, y)
+        edge = _edge(figure, axis, target, value, x, y, exact)
         if after:
             low = (edge, False)
         else:
@@ -66,7 +79,13 @@ def spans(
 
 
 def _edge(
-    figure: Figure, axis: Axis, target: Target, value: float, low: float, high: float
+    figure: Figure,
+    axis: Axis,
+    target: Target,
+    value: float,
+    low: float,
+    high: float,
+    exact: float,
 ) -> float:
     """The last value that meets the target, between two of which one does."""
 
@@ -79,50 +98,29 @@ def _edge(
             middle = axis.low + axis.step * axis.place((inside + outside) / 2)
             inside, outside = (middle, outside) if meets(middle) else (inside, middle)
         return inside
-    while abs(math.log(inside / outside)) > math.log(_FAR):
-        middle = math.sqrt(inside * outside)
-        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
-    root = _root(figure, target, value, inside, outside)
-    if root is not None:
-        for place in (root, root * (1 + _EXACT), root * (1 - _EXACT)):
-            near = min(max(place, low), high)
-            if meets(near):
-                inside = near
-            else:
-                outside = near
-    while abs(math.log(inside / outside)) > 2 * _EXACT:  # a jump, or a figure that is missing
-        middle = math.sqrt(inside * outside)
-        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
-    return inside
+    power = -1.0 if inside > outside else 1.0  # a time grows with this power of the number
 
-
-def _root(
-    figure: Figure, target: Target, value: float, inside: float, outside: float
-) -> float | None:
-    """Where the figure is the value; None where it is not known between the two.
-
-    A time grows as a number does, or as the inverse of a number of which more is better: then a
-    straight line comes near.
-    """
-    from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
-
-    power = -1.0 if inside > outside else 1.0
-
-    def beyond(place: float) -> float:
-        there = figure(place**power)
+    def behind(x: float) -> float | None:
+        """By how much the target is missed, above 0; a straight line in `x ** power`, or near."""
+        there = figure(x)
         if there is None or (target.metric.more and there <= 0):
-            raise _UnknownError
+            return None
         return value / there - 1 if target.metric.more else there / value - 1
 
-    try:
-        root = brentq(beyond, inside**power, outside**power, xtol=1e-300, rtol=_EXACT / 4)
-    except (_UnknownError, ValueError):  # no figure, or one that rounds to the value at an end
-        return None
-    return float(root**power)
-
-
-class _UnknownError(Exception):
-    """There is no figure at a point."""
+    beside = 1 + exact
+    for turn in range(_MOST_TURNS):
+        wide = abs(math.log(inside / outside))
+        if wide <= 2 * exact:
+            break
+        near, far = behind(inside), behind(outside)
+        trial = math.sqrt(inside * outside)
+        if wide < math.log(_FAR) and turn % _BISECTED and near is not None and far is not None:
+            u, v = inside**power, outside**power
+            root = ((u * far - v * near) / (far - near)) ** (1 / power)
+            low_end, high_end = sorted((inside, outside))
+            trial = min(max(root, low_end * beside), high_end / beside)
+        inside, outside = (trial, outside) if meets(trial) else (inside, trial)
+    return inside
 
 
 def monotone(figures: Sequence[float]) -> bool:
@@ -392,7 +390,8 @@ def _ends(case: Question, axis: Axis) -> list[float]:
 
 def _answer(curve: Curve, axis: Axis, target: Target, value: float) -> Answer:
     def reached(end: End) -> tuple[ValueRange, ...]:
-        return tuple(spans(curve.of(end), curve.looked(), axis, target, value))
+        exact = _EXACT if end == "predicted" else _ROUGH
+        return tuple(spans(curve.of(end), curve.looked(), axis, target, value, exact))
 
     met = reached("predicted")
     uncertain = _uncertain(curve, target)
