@@ -275,7 +275,8 @@ class Solved:
     says that the figure only grows, or only falls, over the `points` that were looked at. `failed`
     says why some of them cannot be simulated, `large` how many do not fit in memory: these meet no
     target but memory. Prices are in `currency`. `bands` are the least and the most of the figure at
-    each point, where its interval is known.
+    each point, where its interval is known. `now` is what the cluster has of the number, where it
+    was looked at.
     """
 
     case: Question
@@ -290,6 +291,12 @@ class Solved:
     large: int
     currency: str | None
     bands: tuple[tuple[float, float] | None, ...]
+    now: float | None = None
+
+    def at(self, value: float) -> tuple[float | None, tuple[float, float] | None]:
+        """The figure at a value that was looked at, and its interval; None where there is none."""
+        looked = zip(self.points, self.bands, strict=True)
+        return next(((y, band) for (x, y), band in looked if x == value), (None, None))
 
 
 def solve(
@@ -312,8 +319,11 @@ def solve(
     Raises the error of the first point where none can be simulated.
     """
     check(case, axis.path, target, tokens)
+    now = value_at(case.load()[0].value, axis.path)
     curve = Curve(case, axis, target, tokens, goal)
-    points = axis.points() if fine or not axis.links else _ends(case, axis)
+    points = axis.points() if fine or not axis.links else [axis.low, axis.high]
+    if now is not None and axis.links and axis.low < now < axis.high:
+        points = sorted({*points, now})
     for turn, point in enumerate(points, 1):
         curve.figure(point)
         if done:
@@ -342,6 +352,7 @@ def solve(
         large=len(points) - len(pairs),
         currency=curve.currency,
         bands=tuple(_band(curve, point, target) for point in points),
+        now=next((point for point in points if point == now), None),
     )
 
 
@@ -379,13 +390,6 @@ def check(case: Question, path: str, target: Target, tokens: float | None) -> No
     currency = case.load()[0].value.currency
     if target.dollars and currency != "USD":
         raise OptionError(f"prices of the cluster are in {currency}, not in USD; ask for cost")
-
-
-def _ends(case: Question, axis: Axis) -> list[float]:
-    """Both ends of the range, and what the cluster has now, if it lies between."""
-    now = value_at(case.load()[0].value, axis.path)
-    between = [now] if now is not None and axis.low < now < axis.high else []
-    return [axis.low, *between, axis.high]
 
 
 def _answer(curve: Curve, axis: Axis, target: Target, value: float) -> Answer:

@@ -378,6 +378,12 @@ class Axis:
         """How many steps a value is behind the lowest, rounded down."""
         return int((value - self.low + 1e-9) // self.step) if self.step else 0
 
+    def as_written(self, case: Question, value: float) -> Question:
+        """The case with this value, as people write it in a command."""
+        if isinstance(case.cluster, Cluster):
+            return self.at(case, value)
+        return with_change(case, self.path, self.written(value))
+
     def at(self, case: Question, value: float) -> Question:
         """The case with this value."""
         in_case = self.path in _COUNTS or self.path.startswith(("strategy.", "model."))

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from co2sim.prediction.figures import asked
+from co2sim.common.units import counted, scaled
+from co2sim.prediction.figures import asked, brief_batch, shared_batch
+from co2sim.prediction.intervals import error_model, nearest
+from co2sim.prediction.notes import WHAT_IF
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, Scale, scale_of_case
+from co2sim.report.text.screen import Screen
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import Sensitivity
@@ -35,7 +39,7 @@ def words(solved: Solved) -> str:
     limit = metric.shown(answer.value, solved.currency)
     goal = f"{solved.target.name} of {'at least' if metric.more else 'at most'} {limit}"
     if answer.met:
-        return f"{strategy}: {goal} takes {axis.path}: {told(answer, axis)}"
+        return f"{strategy}: {goal} takes {axis.path} of {told(answer, axis)}"
     ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
     if solved.best is None:
         return f"{strategy}: nothing fits in memory with {axis.path} from {ends}; see `co2sim run`"
@@ -75,25 +79,31 @@ def checks(group: Sequence[Solved], tokens: float | None, goal: Goal) -> Iterato
     for solved in group:
         answer = _headline(solved)
         edge = crossing(answer.met)
-        case = solved.case if edge is None else solved.axis.at(solved.case, edge)
+        case = solved.case
+        if edge is not None:
+            axis = solved.axis
+            case = axis.as_written(case, axis.rounded(edge, up=answer.met[0].open_high))
         yield f"to check it: {_check_of(case, solved, tokens, goal)}"
 
 
 def told(answer: Answer, axis: Axis) -> str:
     """Where a target is met, with the interval of its edge if there is one edge."""
-    text = _spans(answer.met, axis)
-    if answer.sure is None or answer.hoped is None or len(answer.met) != 1:
-        return text
-    edges = [crossing(spans) for spans in (answer.hoped, answer.met, answer.sure)]
-    if edges[1] is None:
-        return text
-    good, bad = edges[0], edges[2]
+    text, ends = _spans(answer.met, axis), interval(answer, axis)
+    return f"{text} (90 % range: {ends})" if ends else text
+
+
+def interval(answer: Answer, axis: Axis) -> str:
+    """The ends of the 90 % interval of the one edge of an answer; empty where there is none."""
+    if answer.sure is None or answer.hoped is None or crossing(answer.met) is None:
+        return ""
+    good, bad = crossing(answer.hoped), crossing(answer.sure)
+    if good is None and bad is None:
+        return "from any is enough to none is"
     if good is None or bad is None:
-        best = "any is enough" if good is None else axis.shown(good)
-        worst = "none is enough" if bad is None else axis.shown(bad)
-        return f"{text} (90 % interval: {best} at its good end, {worst} at its bad end)"
+        known = f"{axis.shown(good or bad or 0.0)} at its {'bad' if good is None else 'good'} end"
+        return f"{known}, {'any' if good is None else 'none'} is enough at the other"
     low, high = sorted((good, bad))
-    return f"{text} (90 % interval: {axis.shown(low)} to {axis.shown(high)})"
+    return f"{axis.shown(low)} to {axis.shown(high)}"
 
 
 def crossing(spans: Sequence[ValueRange]) -> float | None:
@@ -105,13 +115,15 @@ def crossing(spans: Sequence[ValueRange]) -> float | None:
 
 def _spans(spans: Sequence[ValueRange], axis: Axis) -> str:
     def one(span: ValueRange) -> str:
+        low = axis.shown(axis.rounded(span.low, up=True))
+        high = axis.shown(axis.rounded(span.high, up=False))
         if span.open_low and span.open_high:
-            return f"any from {axis.shown(span.low)} to {axis.shown(span.high)}"
+            return f"any from {low} to {high}"
         if span.open_high:
-            return f"at least {axis.shown(span.low)}"
+            return f"at least {low}"
         if span.open_low:
-            return f"at most {axis.shown(span.high)}"
-        return f"{axis.shown(span.low)} to {axis.shown(span.high)}"
+            return f"at most {high}"
+        return f"{low} to {high}"
 
     return " and ".join(map(one, spans)) or "-"
 
@@ -176,3 +188,166 @@ def plain(
         "levers": [asdict(lever) for lever in moved[strategy]],
         "command": command_of(solved.case),
     }
+
+
+# --- the first screen -----------------------------------------------------------------------------
+
+
+def screen(group: Sequence[Solved], results: Mapping[str, Result]) -> Screen:
+    """The answer: of one case a sentence, of several the least demanding first, and a table.
+
+    `results` are those of the cases as they are, by strategy.
+    """
+    leading = _leading(group)
+    counts = sum(len(solved.answers) for solved in group)
+    columns, rows = _compared(group) if counts > 1 else ((), ())
+    shown = list(results.values())
+    return Screen(
+        answer=[f"{words(leading)}.", *_asked(group[0], shown)],
+        columns=columns,
+        table=rows,
+        left=len(columns),
+        rows=[row for row in _rows(group, leading, results) if row[1]],
+    )
+
+
+def _leading(group: Sequence[Solved]) -> Solved:
+    """The case that is met with the least of a number of which more is better, or the first."""
+    met = [solved for solved in group if _headline(solved).met]
+    if not met or met[0].target != met[-1].target:
+        return (met or group)[0]
+    spans = {id(solved): _headline(solved).met[0] for solved in met}
+    if all(span.open_high for span in spans.values()):
+        return min(met, key=lambda solved: spans[id(solved)].low)
+    return met[0]
+
+
+def _asked(solved: Solved, results: Sequence[Result]) -> Iterator[str]:
+    """What is trained on what."""
+    stacks = dict.fromkeys(r.stack.partition(",")[0] for r in results if r.stack)
+    if results:
+        first = results[0]
+        size = counted(first.gpus, "GPU")
+        said = first.place if solved.axis.path == "gpus" else f"{size} of {first.place}"
+        which = ["bandwidth of a node"] if solved.axis.path == "inter.bandwidth" else []
+        yield "; ".join([f"{first.model} on {said}", *stacks, *which])
+
+
+def _compared(group: Sequence[Solved]) -> tuple[Sequence[str], list[list[str]]]:
+    """A row for each strategy and value of a target."""
+    axis = group[0].axis
+    here = next((solved.now for solved in group if solved.now is not None), None)
+    pairs = [(solved, answer) for solved in group for answer in solved.answers]
+    several = len({(solved.target.name, answer.value) for solved, answer in pairs}) > 1
+    least = all(a.met and len(a.met) == 1 and a.met[0].open_high for _, a in pairs)
+    columns = ["strategy", *(["target"] if several else [])]
+    columns += ["at least" if least else axis.path, "90 % range", "best"]
+    columns += [] if here is None else [f"at {axis.shown(here)}"]
+    rows = []
+    for solved, answer in pairs:
+        metric = solved.target.metric
+        limit = f"{solved.target.name} {metric.shown(answer.value, solved.currency)}"
+        reached = _spans(answer.met, axis) if answer.met else "none"
+        row = [
+            strategy_title(solved.case.strategy),
+            *([limit] if several else []),
+            reached.removeprefix("at least ") if least else reached,
+            interval(answer, axis) or "-",
+            "-" if solved.best is None else _figure(solved, solved.best[1], None),
+        ]
+        rows.append(row if here is None else [*row, _now(solved)])
+    return columns, rows
+
+
+def _now(solved: Solved) -> str:
+    """The figure with what the cluster has, and its interval."""
+    if solved.now is None:
+        return "-"
+    figure, band = solved.at(solved.now)
+    return "does not fit" if figure is None else _figure(solved, figure, band)
+
+
+def _figure(solved: Solved, figure: float, band: tuple[float, float] | None) -> str:
+    """A figure with its ends; of a share with three digits, and no more than all of it."""
+    metric = solved.target.metric
+    if metric.unit != "share":
+        shown = metric.shown(figure, solved.currency)
+        ends = [metric.shown(end, solved.currency) for end in band or ()]
+    else:
+        shown = f"{100 * figure:.3g} %"
+        ends = [f"{100 * min(1.0, end):.3g}" for end in band or ()]
+    return f"{shown} ({' to '.join(ends)})" if ends else shown
+
+
+def _rows(
+    group: Sequence[Solved], leading: Solved, results: Mapping[str, Result]
+) -> Iterator[tuple[str, str]]:
+    """What a decision needs beside the answer."""
+    axis, shown = leading.axis, list(results.values())
+    if leading.now is not None and len(group) == 1:
+        here = f"{axis.path} {axis.shown(leading.now)}"
+        yield "as it is", f"{here}: {leading.target.name} {_now(leading)}"
+    if shown:
+        yield from _of_cases(leading, results)
+    yield "counted", _counted(leading, shown)
+    for note in dict.fromkeys(note for result in shown for note in result.notes):
+        if note.startswith(WHAT_IF):
+            yield "what-if", note.removeprefix(WHAT_IF)
+    for title, result in results.items():
+        yield from (("turns", f"{title}: {warning}") for warning in result.warnings)
+    yield "range", _range(leading)
+    here_too = results.get(strategy_title(leading.case.strategy))
+    for near in nearest(leading.case, here_too, 1) if here_too else ():
+        yield "like it", str(near)
+
+
+def _of_cases(leading: Solved, results: Mapping[str, Result]) -> Iterator[tuple[str, str]]:
+    """Of the cases as they are: what they cost, whether they fit, and their batch."""
+    shown = list(results.values())
+    price, first = leading.case.load()[0].value.price_per_gpu, shown[0]
+    if price:
+        hourly = f"{price * 3600 * first.gpus:,.2f} {first.currency} an hour"
+        yield "cost", f"{hourly} for {counted(first.gpus, 'GPU')}, as it is"
+    for title, result in results.items():
+        if not result.fits_in_memory:
+            yield "memory", f"{title}: {result.misfit} as it is"
+    if not any(result.misfit for result in shown):
+        yield "memory", _memory(shown)
+    taken = {title: brief_batch(result) for title, result in results.items()}
+    each = "; ".join(
+        f"{title} {batch}" if len(taken) > 1 else batch for title, batch in taken.items()
+    )
+    yield "batch", f"{shared_batch(shown)}; as it is {each}"
+
+
+def _memory(shown: Sequence[Result]) -> str:
+    """Of the fullest case."""
+    most = max(shown, key=lambda result: result.memory_bytes_per_gpu["total"])
+    size, room = most.memory_bytes_per_gpu["total"], most.gpu_memory_bytes
+    text = f"{most.memory_fit}: {scaled(size, 'B')} of the {scaled(room, 'B')} of a GPU, as it is"
+    return f"{text}, at most" if len(shown) > 1 else text
+
+
+def _counted(solved: Solved, shown: Sequence[Result]) -> str:
+    """What the figures count, and what not."""
+    failing = solved.case.load()[0].value.failures is not None
+    fails = failing and solved.target.metric.needs in {"tokens", "failures"}
+    counts = ["communication", "slower nodes", *(["failures"] if fails else [])]
+    leaves = [] if fails else ["failures"]
+    learns = solved.target.metric.needs == "tokens"
+    if not learns and any((result.workers or 1) > 1 for result in shown):
+        leaves.append("that a step of local updates is worth less")
+    return f"{', '.join(counts)}; not: {', '.join(leaves)}" if leaves else ", ".join(counts)
+
+
+def _range(solved: Solved) -> str:
+    """Where the interval comes from."""
+    scaling, answer = error_model().scaling, _headline(solved)
+    if answer.sure is None:
+        return ""
+    if solved.target.metric.ends is None or scaling is None:
+        return "by the error of tokens/s"
+    return (
+        "of what both sides do not share: errors of"
+        f" {scaling.runs:,} published ratios of a job on two numbers of GPUs (docs/stacks.md)"
+    )

@@ -312,7 +312,7 @@ def figures_of(job: dict[str, Any], *, whole: bool = False) -> Result:
     inter = Link(*(options.pop(name) for name in ("bandwidth", "latency")))
     inter = replace(inter, busy_efficiency=options.pop("busy_efficiency"))
     cluster = tiny.cluster(4, 4, inter=inter, interference=options.pop("interference"))
-    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9, "one_turn": lambda schedule: None}
+    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9, "one_turn": lambda _: None}
     with patch.multiple(module, **fewest) if whole else nullcontext():
         return simulate(cluster, MODEL, **options)
 
