@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 
 import numpy as np
 
-from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.errors import Co2simError, OptionError, UnitError, nearest
 from co2sim.common.units import Unit, duration, number, parse, parse_price, scaled
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
@@ -489,6 +489,8 @@ def _declared(case: Question, path: str) -> Axis:
     if path.startswith("strategy."):
         return _option(case, path)
     if path.startswith("model."):
+        if _takes_any_text(case, path):
+            raise _no_number(path)
         return Axis(path, "", 1, 1_000_000, 1)
     base, quantity = _quantity(path)
     if base is int:
@@ -499,6 +501,18 @@ def _declared(case: Question, path: str) -> Axis:
     high = min(high, quantity.most or high)
     low = max(low, quantity.least or low)
     return Axis(path, quantity.unit, low, high, currency=cluster.currency)
+
+
+def _takes_any_text(case: Question, path: str) -> bool:
+    try:
+        with_change(case, path, "any text").load()
+    except Co2simError:
+        return False
+    return True
+
+
+def _no_number(path: str) -> OptionError:
+    return OptionError(f"{path} is no number; known: {EXAMPLES}, or any other number")
 
 
 def _option(case: Question, path: str) -> Axis:
@@ -520,7 +534,7 @@ def _option(case: Question, path: str) -> Axis:
         if isinstance(usual, float | int) and usual > 1:
             return Axis(path, "", usual * _MIN_SHARE, usual / _MIN_SHARE)
         return Axis(path, "", _MIN_SHARE, 1.0)
-    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+    raise _no_number(path)
 
 
 def _quantity(path: str) -> tuple[Any, Quantity]:
@@ -534,8 +548,8 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
             hints = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
             if part not in hints:
                 raise OptionError(
-                    f"nothing to solve for is called {path!r}; {EXAMPLES}, or any other number of a"
-                    " cluster, a model or a strategy"
+                    f"nothing to solve for is called {path!r}; known: {EXAMPLES}, or any other"
+                    " number of a cluster, a model or a strategy"
                 )
             hint = hints[part]
         kind = _table(hint)
@@ -544,7 +558,7 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
             base, quantity, *_ = get_args(option)
             if isinstance(quantity, Quantity):
                 return base, quantity
-    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+    raise _no_number(path)
 
 
 def _table(hint: Any) -> Any:

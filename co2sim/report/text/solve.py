@@ -39,7 +39,7 @@ def words(solved: Solved) -> str:
     limit = metric.shown(answer.value, solved.currency)
     goal = f"{solved.target.name} of {'at least' if metric.more else 'at most'} {limit}"
     if answer.met:
-        return f"{strategy}: {goal} takes {axis.path} of {told(answer, axis)}"
+        return f"{strategy}: {goal} takes {axis.path}: {told(answer, axis)}"
     ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
     if solved.best is None:
         return f"{strategy}: nothing fits in memory with {axis.path} from {ends}; see `co2sim run`"
@@ -208,7 +208,12 @@ def screen(group: Sequence[Solved], results: Mapping[str, Result]) -> Screen:
         table=rows,
         left=len(columns),
         rows=[row for row in _rows(group, leading, results) if row[1]],
+        least=_LEAST,
     )
+
+
+_LEAST = 3
+"""Named lines beside several cases: memory, batch, and what is counted."""
 
 
 def _leading(group: Sequence[Solved]) -> Solved:
@@ -290,9 +295,7 @@ def _rows(
     if shown:
         yield from _of_cases(leading, results)
     yield "counted", _counted(leading, shown)
-    for note in dict.fromkeys(note for result in shown for note in result.notes):
-        if note.startswith(WHAT_IF):
-            yield "what-if", note.removeprefix(WHAT_IF)
+    yield "what-if", _what_if(leading, results)
     for title, result in results.items():
         yield from (("turns", f"{title}: {warning}") for warning in result.warnings)
     yield "range", _range(leading)
@@ -301,23 +304,44 @@ def _rows(
         yield "like it", str(near)
 
 
+def _what_if(leading: Solved, results: Mapping[str, Result]) -> str:
+    """More GPUs than there are, and strategies that the stack lacks."""
+    said: list[str] = []
+    edge, size = crossing(_headline(leading).met), leading.case.load()[0].value.layout.world_size
+    if leading.axis.path == "gpus" and edge is not None and edge > size:
+        said.append(f"the cluster has {counted(size, 'GPU')}; more are a what-if")
+    lacks = {
+        title: note.removeprefix(WHAT_IF)
+        for title, result in results.items()
+        for note in result.notes
+        if note.startswith(WHAT_IF)
+    }
+    if len(results) > 1 and lacks:
+        stack = next(iter(results.values())).stack.partition(",")[0]
+        said.append(f"{stack} has not, so: {', '.join(lacks)}")
+    else:
+        said += lacks.values()
+    return "; ".join(said)
+
+
 def _of_cases(leading: Solved, results: Mapping[str, Result]) -> Iterator[tuple[str, str]]:
     """Of the cases as they are: what they cost, whether they fit, and their batch."""
     shown = list(results.values())
     price, first = leading.case.load()[0].value.price_per_gpu, shown[0]
     if price:
-        hourly = f"{price * 3600 * first.gpus:,.2f} {first.currency} an hour"
-        yield "cost", f"{hourly} for {counted(first.gpus, 'GPU')}, as it is"
+        edge = crossing(_headline(leading).met) if leading.axis.path == "gpus" else None
+        gpus = first.gpus if edge is None else round(edge)
+        yield (
+            "cost",
+            f"{price * 3600 * gpus:,.2f} {first.currency} an hour for {counted(gpus, 'GPU')}",
+        )
     for title, result in results.items():
         if not result.fits_in_memory:
             yield "memory", f"{title}: {result.misfit} as it is"
     if not any(result.misfit for result in shown):
         yield "memory", _memory(shown)
-    taken = {title: brief_batch(result) for title, result in results.items()}
-    each = "; ".join(
-        f"{title} {batch}" if len(taken) > 1 else batch for title, batch in taken.items()
-    )
-    yield "batch", f"{shared_batch(shown)}; as it is {each}"
+    each = "" if len(shown) > 1 else f"; as it is {brief_batch(first)}"
+    yield "batch", f"{shared_batch(shown)}{each}"
 
 
 def _memory(shown: Sequence[Result]) -> str:
