@@ -10,7 +10,7 @@ whether that is so in a trace; where it is not, more micro-steps are simulated, 
 them.
 
 A round of many local steps of which each does the same, as with a fragment of the model averaged
-behind each, is the round of the first of them, so many times over (`one_turn`).
+behind each, is the round of the first of them, repeated (`one_turn`).
 """
 
 import math
@@ -184,7 +184,7 @@ def _simulated(
 
 
 def _times(figures: StageFigures, turns: int) -> StageFigures:
-    """Those of a round that is so many times as long."""
+    """Those of a round that is `turns` times as long."""
     alone = figures.free_round
     longer: dict[str, Any] = {
         name: turns * getattr(figures, name)

@@ -92,7 +92,7 @@ class Metric:
     ends: Callable[[View], tuple[float, float] | None] | None = None
 
     def at(self, view: View, end: End) -> float:
-        """The figure at an end: of a ratio that of its own interval, else that of tokens/s."""
+        """The figure at an end: of its interval for a ratio, else of that of tokens/s."""
         if self.ends is None or end == "predicted":
             return self.of(view.at(end))
         ends = self.ends(view)
