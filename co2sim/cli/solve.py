@@ -150,8 +150,10 @@ def _solved(
         axis = axis_of(case, path, *ends)
         for target in targets:
             with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
-                about = {"tokens": tokens, "goal": goal, "done": done, "fine": fine}
-                solved.append(study.solve(case, axis, target, **about))
+                answer = study.solve(
+                    case, axis, target, tokens=tokens, goal=goal, done=done, fine=fine
+                )
+                solved.append(answer)
     return solved
 
 

@@ -162,7 +162,7 @@ def efficiencies(cases: Sequence[Question], results: Sequence[Result]) -> list[E
         if key not in alone:
             alone[key] = known[key] if key in known else _alone(node)
         single = alone[key]
-        ratios.append(single and _relative(result, single))
+        ratios.append(None if single is None else _relative(result, single))
     return ratios
 
 

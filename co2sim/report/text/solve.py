@@ -4,13 +4,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from co2sim.common.units import counted, scaled
-from co2sim.prediction.figures import asked, brief_batch, shared_batch
-from co2sim.prediction.intervals import error_model, nearest
-from co2sim.prediction.notes import WHAT_IF
+from co2sim.common.units import counted
+from co2sim.prediction.figures import asked
+from co2sim.prediction.intervals import error_model
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, Scale, scale_of_case
+from co2sim.report.text.answer import (
+    Simulated,
+    batch_row,
+    labels,
+    legend,
+    memory,
+    place,
+    setup,
+    shared_rows,
+)
 from co2sim.report.text.screen import Screen
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
@@ -98,10 +107,11 @@ def interval(answer: Answer, axis: Axis) -> str:
         return ""
     good, bad = crossing(answer.hoped), crossing(answer.sure)
     if good is None and bad is None:
-        return "from any is enough to none is"
-    if good is None or bad is None:
-        known = f"{axis.shown(good or bad or 0.0)} at its {'bad' if good is None else 'good'} end"
-        return f"{known}, {'any' if good is None else 'none'} is enough at the other"
+        return "perhaps any, perhaps none"
+    if bad is None:
+        return f"{axis.shown(good)} at best, perhaps none" if good is not None else ""
+    if good is None:
+        return f"{axis.shown(bad)} at worst, perhaps any"
     low, high = sorted((good, bad))
     return f"{axis.shown(low)} to {axis.shown(high)}"
 
@@ -200,14 +210,16 @@ def screen(group: Sequence[Solved], results: Mapping[str, Result]) -> Screen:
     """
     leading = _leading(group)
     counts = sum(len(solved.answers) for solved in group)
-    columns, rows = _compared(group) if counts > 1 else ((), ())
+    short = labels(strategy_title(solved.case.strategy) for solved in group)
+    columns, rows = _compared(group, short) if counts > 1 else ((), ())
     shown = list(results.values())
     return Screen(
         answer=[f"{words(leading)}.", *_asked(group[0], shown)],
         columns=columns,
         table=rows,
         left=len(columns),
-        rows=[row for row in _rows(group, leading, results) if row[1]],
+        legend=legend({label: title for title, label in short.items()}) if columns else (),
+        rows=[row for row in _rows(group, leading, results, short) if row[1]],
         least=_LEAST,
     )
 
@@ -229,16 +241,17 @@ def _leading(group: Sequence[Solved]) -> Solved:
 
 def _asked(solved: Solved, results: Sequence[Result]) -> Iterator[str]:
     """What is trained on what."""
-    stacks = dict.fromkeys(r.stack.partition(",")[0] for r in results if r.stack)
     if results:
-        first = results[0]
-        size = counted(first.gpus, "GPU")
-        said = first.place if solved.axis.path == "gpus" else f"{size} of {first.place}"
-        which = ["bandwidth of a node"] if solved.axis.path == "inter.bandwidth" else []
-        yield "; ".join([f"{first.model} on {said}", *stacks, *which])
+        first, axis = results[0], solved.axis
+        where = place(first)
+        said = where if axis.path == "gpus" else f"{counted(first.gpus, 'GPU')} of {where}"
+        line = setup([f"{first.model} on {said}"], results)
+        yield f"{line}; bandwidth of a node" if axis.path == "inter.bandwidth" else line
 
 
-def _compared(group: Sequence[Solved]) -> tuple[Sequence[str], list[list[str]]]:
+def _compared(
+    group: Sequence[Solved], short: Mapping[str, str]
+) -> tuple[Sequence[str], list[list[str]]]:
     """A row for each strategy and value of a target."""
     axis = group[0].axis
     here = next((solved.now for solved in group if solved.now is not None), None)
@@ -254,7 +267,7 @@ def _compared(group: Sequence[Solved]) -> tuple[Sequence[str], list[list[str]]]:
         limit = f"{solved.target.name} {metric.shown(answer.value, solved.currency)}"
         reached = _spans(answer.met, axis) if answer.met else "none"
         row = [
-            strategy_title(solved.case.strategy),
+            short[strategy_title(solved.case.strategy)],
             *([limit] if several else []),
             reached.removeprefix("at least ") if least else reached,
             interval(answer, axis) or "-",
@@ -285,7 +298,10 @@ def _figure(solved: Solved, figure: float, band: tuple[float, float] | None) -> 
 
 
 def _rows(
-    group: Sequence[Solved], leading: Solved, results: Mapping[str, Result]
+    group: Sequence[Solved],
+    leading: Solved,
+    results: Mapping[str, Result],
+    short: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
     """What a decision needs beside the answer."""
     axis, shown = leading.axis, list(results.values())
@@ -293,75 +309,53 @@ def _rows(
         here = f"{axis.path} {axis.shown(leading.now)}"
         yield "as it is", f"{here}: {leading.target.name} {_now(leading)}"
     if shown:
-        yield from _of_cases(leading, results)
+        yield from _of_cases(leading, results, short)
     yield "counted", _counted(leading, shown)
-    yield "what-if", _what_if(leading, results)
-    for title, result in results.items():
-        yield from (("turns", f"{title}: {warning}") for warning in result.warnings)
+    size = leading.case.load()[0].value.layout.world_size
+    edge = crossing(_headline(leading).met)
+    if axis.path == "gpus" and edge is not None and edge > size:
+        yield "what-if", f"the cluster has {counted(size, 'GPU')}; more are a what-if"
     yield "range", _range(leading)
-    here_too = results.get(strategy_title(leading.case.strategy))
-    for near in nearest(leading.case, here_too, 1) if here_too else ():
-        yield "like it", str(near)
+    entries = [
+        Simulated(name=title, label=title, method=title, case=solved.case, result=results[title])
+        for solved in group
+        if (title := strategy_title(solved.case.strategy)) in results
+    ]
+    best = [entry for entry in entries if entry.case == leading.case]
+    if best:
+        yield from shared_rows(best[0], entries)
 
 
-def _what_if(leading: Solved, results: Mapping[str, Result]) -> str:
-    """More GPUs than there are, and strategies that the stack lacks."""
-    said: list[str] = []
-    edge, size = crossing(_headline(leading).met), leading.case.load()[0].value.layout.world_size
-    if leading.axis.path == "gpus" and edge is not None and edge > size:
-        said.append(f"the cluster has {counted(size, 'GPU')}; more are a what-if")
-    lacks = {
-        title: note.removeprefix(WHAT_IF)
-        for title, result in results.items()
-        for note in result.notes
-        if note.startswith(WHAT_IF)
-    }
-    if len(results) > 1 and lacks:
-        stack = next(iter(results.values())).stack.partition(",")[0]
-        said.append(f"{stack} has not, so: {', '.join(lacks)}")
-    else:
-        said += lacks.values()
-    return "; ".join(said)
-
-
-def _of_cases(leading: Solved, results: Mapping[str, Result]) -> Iterator[tuple[str, str]]:
+def _of_cases(
+    leading: Solved, results: Mapping[str, Result], short: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Of the cases as they are: what they cost, whether they fit, and their batch."""
     shown = list(results.values())
     price, first = leading.case.load()[0].value.price_per_gpu, shown[0]
     if price:
         edge = crossing(_headline(leading).met) if leading.axis.path == "gpus" else None
         gpus = first.gpus if edge is None else round(edge)
-        yield (
-            "cost",
-            f"{price * 3600 * gpus:,.2f} {first.currency} an hour for {counted(gpus, 'GPU')}",
-        )
-    for title, result in results.items():
-        if not result.fits_in_memory:
-            yield "memory", f"{title}: {result.misfit} as it is"
-    if not any(result.misfit for result in shown):
-        yield "memory", _memory(shown)
-    each = "" if len(shown) > 1 else f"; as it is {brief_batch(first)}"
-    yield "batch", f"{shared_batch(shown)}{each}"
-
-
-def _memory(shown: Sequence[Result]) -> str:
-    """Of the fullest case."""
-    most = max(shown, key=lambda result: result.memory_bytes_per_gpu["total"])
-    size, room = most.memory_bytes_per_gpu["total"], most.gpu_memory_bytes
-    text = f"{most.memory_fit}: {scaled(size, 'B')} of the {scaled(room, 'B')} of a GPU, as it is"
-    return f"{text}, at most" if len(shown) > 1 else text
+        hourly = f"{price * 3600 * gpus:,.2f} {first.currency} an hour"
+        yield "cost", f"{hourly} for {counted(gpus, 'GPU')}"
+    fullest = max(results, key=lambda title: results[title].memory_bytes_per_gpu["total"])
+    which = f"; {short[fullest]}" if len(results) > 1 else ""
+    yield "memory", f"{memory(results[fullest])}, as it is{which}"
+    yield "batch", batch_row(shown)
 
 
 def _counted(solved: Solved, shown: Sequence[Result]) -> str:
     """What the figures count, and what not."""
-    failing = solved.case.load()[0].value.failures is not None
-    fails = failing and solved.target.metric.needs in {"tokens", "failures"}
-    counts = ["communication", "slower nodes", *(["failures"] if fails else [])]
-    leaves = [] if fails else ["failures"]
-    learns = solved.target.metric.needs == "tokens"
-    if not learns and any((result.workers or 1) > 1 for result in shown):
+    cluster, needs = solved.case.load()[0].value, solved.target.metric.needs
+    counts, leaves = ["communication, uneven nodes"], ["data"]
+    if needs in {"tokens", "failures"} and cluster.failures is not None:
+        counts.append("failures")
+    elif needs == "tokens" and cluster.count_failures:
+        counts.append("failures of what takes more than a week")
+    else:
+        leaves.insert(0, "failures")
+    if needs != "tokens" and any((result.workers or 1) > 1 for result in shown):
         leaves.append("that a step of local updates is worth less")
-    return f"{', '.join(counts)}; not: {', '.join(leaves)}" if leaves else ", ".join(counts)
+    return f"{', '.join(counts)}; not: {', '.join(leaves)}"
 
 
 def _range(solved: Solved) -> str:
