@@ -158,16 +158,6 @@ def run(question: Question, *, progress: bool | None = False, beside: bool = Tru
         return _with_interval(question, job, result, done)
 
 
-def figures_of(question: Question, done: Done | None = None) -> Result:
-    """The figures of `run` with their interval, without what it simulates besides to explain them.
-
-    For who looks at many values of a number.
-    """
-    question = choose(question.inlined(), done)[0]
-    job = question.job()
-    return _with_interval(question, job, predict(job, done), done)
-
-
 _EVEN, _BETTER = "even", "better"
 
 

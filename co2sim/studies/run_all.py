@@ -10,7 +10,7 @@ from co2sim.common.convert import Count
 from co2sim.common.errors import Co2simError, NoRoomError, ResourceError
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted
-from co2sim.prediction.driver import figures_of, run
+from co2sim.prediction.driver import run
 from co2sim.prediction.intervals import efficiency_ends
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -174,6 +174,6 @@ def _relative(result: Result, single: Result) -> Efficiency:
 
 def _alone(case: Question) -> Result | None:
     try:
-        return figures_of(case)
+        return run(case, beside=False)
     except Co2simError:  # a batch that does not divide, or a strategy between nodes
         return None

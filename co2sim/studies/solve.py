@@ -203,7 +203,7 @@ class Curve:
         return self._views[value]
 
     def _seen(self, case: Question) -> View:
-        result = driver.figures_of(case)
+        result = driver.run(case, beside=False)
         self.has_interval = self.has_interval or result.tokens_per_s_low is not None
         self.currency = self.currency or result.currency
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
@@ -246,9 +246,9 @@ class Curve:
         batch = single.micro_batch, single.accumulation, single.global_batch, single.recompute
         key = f"{single.strategy} {batch} {same}"
         if isinstance(single.cluster, Cluster):
-            return driver.figures_of(single)
+            return driver.run(single, beside=False)
         if key not in self._alone:
-            self._alone[key] = driver.figures_of(single)
+            self._alone[key] = driver.run(single, beside=False)
         return self._alone[key]
 
 

@@ -229,7 +229,7 @@ def test_a_ratio_is_no_surer_than_it_was_measured_but_surer_than_its_sides() -> 
     assert high == pytest.approx(1 / low)
     assert scaling.waiting(0.0, 8) == (0.0, 0.0)
     case = Question(cluster="dgx-h100", model="gpt2-xl", strategy="fsdp", gpus=64)
-    many, alone = (driver.figures_of(replace(case, gpus=gpus)) for gpus in (64, 8))
+    many, alone = (driver.run(replace(case, gpus=gpus)) for gpus in (64, 8))
     ends = efficiency_ends(many, alone)
     assert ends is not None
     assert many.tokens_per_s_low is not None
