@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -312,6 +312,14 @@ def runs(  # noqa: PLR0917 - one argument per option
             " context parallelism.",
         ),
     ] = False,
+    ratios: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--ratios",
+            help="Compare the throughput per GPU of a job with that on fewer GPUs: the error that"
+            " two runs do not share.",
+        ),
+    ] = False,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -322,8 +330,8 @@ def runs(  # noqa: PLR0917 - one argument per option
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    if fit + own + memory + unfitted > 1:
-        raise OptionError("give one of --fit, --own, --memory and --unfitted")
+    if fit + own + memory + unfitted + ratios > 1:
+        raise OptionError("give one of --fit, --own, --memory, --unfitted and --ratios")
     every = training_runs(papers)
     kind = "memory_kind" if memory else "unfitted" if unfitted else "headline"
     chosen = _of_sources([run for run in every if getattr(run, kind)], source)
@@ -332,6 +340,8 @@ def runs(  # noqa: PLR0917 - one argument per option
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
     elif memory:
         _print_memory(chosen, jobs, as_json=json_)
+    elif ratios:
+        _print_ratios(chosen, papers, jobs, as_json=json_)
     else:
         rows = _predicted_runs(chosen, papers, jobs, of_series=own)
         if json_:
@@ -426,6 +436,43 @@ def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) 
         for run, row in rows
     ]
     print(json.dumps(plain, indent=2))
+
+
+def _print_ratios(
+    chosen: Sequence["TrainingRun"], papers: Path, jobs: int, *, as_json: bool
+) -> None:
+    """Ratios of a job on two numbers of GPUs. Raises OptionError for sources without any."""
+    from statistics import fmean, median  # noqa: PLC0415
+
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.run_errors import compared_scalings  # noqa: PLC0415 - scipy
+    from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
+
+    left_out = stack_fit.record(papers).left_out
+    values = [left_out[run.paper] for run in chosen]
+    pairs = compared_scalings(
+        chosen, stack_fit.predictions(chosen, values, jobs, "predicting runs"), papers
+    )
+    if not pairs:
+        raise OptionError("no job of these sources was published on two numbers of GPUs")
+    if as_json:
+        print(json.dumps([asdict(pair) | {"error": pair.error} for pair in pairs], indent=2))
+        return
+    groups = {name: [p for p in pairs if p.source == name] for name in {p.source for p in pairs}}
+    lines = [
+        (
+            name,
+            str(len(some)),
+            f"{fmean(abs(pair.error) for pair in some):.1%}",
+            f"{median(pair.error for pair in some):+.1%}",
+            f"{fmean(pair.low <= pair.published <= pair.high for pair in some):.0%}",
+            f"{median(pair.high / pair.low for pair in some):.2f}",
+        )
+        for name, some in [*sorted(groups.items()), ("all", pairs)]
+    ]
+    columns = ["source", "ratios", "mean error", "bias", "in 90 % interval", "high / low"]
+    title = "throughput per GPU of a job, relative to fewer GPUs"
+    print_table(console(), title, columns, lines)
 
 
 def _plain_run(run: "TrainingRun", row: "CellPrediction", result: "Result") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 
 from analysis.published.cells import cell_of_run
 from analysis.published.predict import CellPrediction, ErrorSummary, simulated, summarized
-from analysis.published.runs import PAPERS, TrainingRun
+from analysis.published.runs import PAPERS, RunSetup, TrainingRun
 from analysis.published.stack_fit import (
     SHARED,
     Shared,
@@ -39,6 +39,7 @@ from co2sim.prediction.intervals import (
     ErrorModel,
     MemoryErrors,
     PublishedRun,
+    ScalingErrors,
     Situation,
     SourceErrors,
     between,
@@ -61,6 +62,8 @@ _FREEDOM = 5.0
 """Degrees of freedom of Student's t: a few runs are far off."""
 _LEAST = 0.03
 """Of the deviation that any run has: published numbers are no surer."""
+_LEAST_OF_RATIO = 0.01
+"""The same of ratios within a source: utilizations are published with two digits."""
 _CATALOG = resources.files("co2sim.catalog")
 
 
@@ -218,8 +221,14 @@ def errors_of(
     weight = weights([run.paper for run in runs])
     deviations, factor = likeliest(parts, log_errors(runs, results), weight)
     of_series = own_errors(further) if further else None
-    pairs = pair_errors(runs, results)
-    return ErrorModel(deviations, factor, tuple(_sources(runs, results)), of_series, pairs)
+    return ErrorModel(
+        deviations,
+        factor,
+        tuple(_sources(runs, results)),
+        own=of_series,
+        pairs=pair_errors(runs, results),
+        scaling=scaling_errors(runs, results),
+    )
 
 
 def own_errors(further: Sequence[Further]) -> DistanceErrors:
@@ -244,13 +253,89 @@ def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Dista
             ratios.append((first.paper, float(errors[i] - errors[j]), apart))
     if not ratios:
         return None
-    counts = Counter(run.paper for run in runs)
-    pairs = Counter(paper for paper, *_ in ratios)
-    weight = np.array([counts[paper] ** 0.5 / pairs[paper] for paper, *_ in ratios])
+    weight = _pair_weights(runs, [paper for paper, *_ in ratios])
     parts = [{"any": 1.0, "apart": apart} for *_, apart in ratios]
     errors = np.array([error for _, error, _ in ratios])
     deviations, factor = likeliest(parts, errors, weight)
     return DistanceErrors(**deviations, factor=factor, runs=len(ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Throughput per GPU of a published job on `nodes`, relative to the same job on fewer GPUs.
+
+    A 90 % interval of the prediction reaches from `low` to `high`, by the errors of other sources.
+    """
+
+    source: str
+    nodes: int
+    published: float
+    predicted: float
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def error(self) -> float:
+        """Predicted over published, less 1."""
+        return self.predicted / self.published - 1
+
+
+def scalings(runs: Sequence[TrainingRun], results: Sequence[Result]) -> list[Scaling]:
+    """All pairs of runs of a source that differ in nothing but GPUs and micro-steps."""
+    jobs: dict[tuple[object, ...], list[tuple[TrainingRun, Result]]] = {}
+    for run, result in zip(runs, results, strict=True):
+        key = *_place(run), run.changed(gpus=1, accumulation=1).model_dump_json(include=_SETUP)
+        jobs.setdefault(key, []).append((run, result))
+    pairs: list[Scaling] = []
+    for some in jobs.values():
+        some.sort(key=lambda pair: pair[0].gpus)
+        for (first, one), (second, other) in combinations(some, 2):
+            if first.gpus < second.gpus:
+                assert first.tokens_per_s_per_gpu  # of headline runs
+                assert second.tokens_per_s_per_gpu
+                published = second.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
+                predicted = other.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu
+                pairs.append(Scaling(first.paper, other.nodes, published, predicted))
+    return pairs
+
+
+_SETUP = set(RunSetup.model_fields)
+"""What makes two published runs the same job."""
+
+
+def scaling_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> ScalingErrors | None:
+    """How errors of such ratios grow with what is lost; None where there is no such pair.
+
+    All pairs of a source together weigh as the root of its runs.
+    """
+    pairs = scalings(runs, results)
+    if not pairs:
+        return None
+    errors = np.array([math.log(pair.predicted / pair.published) for pair in pairs])
+    weight = _pair_weights(runs, [pair.source for pair in pairs])
+    parts = [ScalingErrors.parts(pair.predicted, pair.nodes) for pair in pairs]
+    deviations, factor = likeliest(parts, errors, weight, least=_LEAST_OF_RATIO)
+    return ScalingErrors(**deviations, factor=factor, runs=len(pairs))
+
+
+def compared_scalings(
+    runs: Sequence[TrainingRun], results: Sequence[Result], folder: Path = PAPERS
+) -> list[Scaling]:
+    """Published ratios beside predicted ones, with intervals that do not know their source."""
+    models = recorded_models(folder)
+    rows = []
+    for pair in scalings(runs, results):
+        errors = (models.get(pair.source) or error_model()).scaling
+        assert errors  # of several sources
+        low, high = errors.ends(pair.predicted, pair.nodes)
+        rows.append(replace(pair, low=low, high=high))
+    return rows
+
+
+def _pair_weights(runs: Sequence[TrainingRun], papers: Sequence[str]) -> NDArray[np.float64]:
+    """Of pairs: all of a source together weigh as the root of its runs."""
+    counts, pairs = Counter(run.paper for run in runs), Counter(papers)
+    return np.array([counts[paper] ** 0.5 / pairs[paper] for paper in papers])
 
 
 def _place(run: TrainingRun) -> tuple[str, ...]:
@@ -259,12 +344,15 @@ def _place(run: TrainingRun) -> tuple[str, ...]:
 
 
 def likeliest(
-    parts: Sequence[Mapping[str, float]], errors: NDArray[np.float64], weight: NDArray[np.float64]
+    parts: Sequence[Mapping[str, float]],
+    errors: NDArray[np.float64],
+    weight: NDArray[np.float64],
+    least: float = _LEAST,
 ) -> tuple[dict[str, float], float]:
     """Standard deviations of the parts of errors, and how many of all a 90 % interval reaches.
 
     Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
-    tenths of the errors lie, in their own deviations.
+    tenths of the errors lie, in their own deviations. The first deviation is at least `least`.
     """
     keys = list(parts[0])
     sizes = np.array([[part[key] for key in keys] for part in parts])
@@ -279,7 +367,7 @@ def likeliest(
         return float(weight @ of_runs + 0.02 * np.sum((logs - math.log(_LEAST)) ** 2))
 
     start = np.full(len(keys), math.log(0.1))
-    bounds = [(math.log(_LEAST), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
+    bounds = [(math.log(least), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
     best = minimize(loss, start, bounds=bounds)
     factor = quantile(np.abs(errors) / deviations(best.x), weight)
     return dict(zip(keys, map(_rounded, np.exp(best.x)), strict=True)), _rounded(factor)
@@ -306,7 +394,7 @@ def models_without(
 
 def _entry(model: ErrorModel) -> dict[str, Any]:
     """A model of errors, as records have it."""
-    parts = {"own": model.own, "pairs": model.pairs}
+    parts = {"own": model.own, "pairs": model.pairs, "scaling": model.scaling}
     entry = {"interval_factor": model.factor, "deviations": dict(model.deviations)}
     return entry | {name: asdict(errors) for name, errors in parts.items() if errors}
 

@@ -361,7 +361,7 @@ def _print_cluster(
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
                 *([relative(last) if inside else "-"] if ranged else []),
-                f"{efficiency:.1%}" if inside and efficiency is not None else "-",
+                str(efficiency) if inside and efficiency is not None else "-",
                 f"{last.exposed_share:.1%}" if inside else "-",
                 brief_batch(last),
                 scaled(last.memory_bytes_per_gpu["total"], "B"),

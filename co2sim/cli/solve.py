@@ -22,7 +22,8 @@ from co2sim.prediction.totals import tokens_of
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text.result import print_assumed, print_warnings, question
-from co2sim.report.text.solve import checks, plain, remarks, trainings, words
+from co2sim.report.text.screen import print_screen
+from co2sim.report.text.solve import checks, plain, remarks, screen, trainings
 from co2sim.studies import solve as study
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import MORE, Sensitivity, levers
@@ -37,14 +38,14 @@ _Targets = Annotated[
         help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
         ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
         ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
-        " default: efficiency at 50, 80, 90, 95 and 99 %.",
+        " default: efficiency=90%, and with --full at 50, 80, 90, 95 and 99 %.",
     ),
 ]
 
 
 @options.open_cases
 @options.factor_options
-def solve(  # noqa: PLR0917 - one argument per option
+def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     cases: list[Question],
     goal: Goal,
     what: Annotated[
@@ -61,15 +62,20 @@ def solve(  # noqa: PLR0917 - one argument per option
     ] = None,
     high: Annotated[str | None, typer.Option("--to", help="The highest.")] = None,
     tokens: options.ToTrain = None,
+    full: options.Full = False,  # noqa: FBT002
     report: options.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
     check("--report", report)
-    wanted = [target_of(text) for text in targets or ["efficiency"]]
-    solved = _solved(cases, what, wanted, (low, high), tokens, goal)
+    brief = not (full or report or json_)
+    wanted = _targets(targets, brief=brief)
+    solved = _solved(cases, what, wanted, (low, high), tokens, goal, fine=report is not None)
     titles = [strategy_title(case.strategy) for case in cases]
-    results, moved = _as_they_are(titles, cases)
+    results = _as_they_are(titles, cases)
+    moved = {
+        title: [] if brief else _levers(case) for title, case in zip(titles, cases, strict=True)
+    }
     if report:
         from co2sim.report.solve_page import AllSolved, page  # noqa: PLC0415 - Altair
 
@@ -86,20 +92,41 @@ def solve(  # noqa: PLR0917 - one argument per option
     if json_:
         print_json([plain(answer, moved, results) for answer in solved])
         return
+    print_screen(screen(solved, results), "below; --json" if full else "--full, --json")
+    if full:
+        _print_all(solved, results, moved, remark(trainings(cases, results), goal))
+        for line in checks(solved, tokens, goal):  # to be copied: in one piece, whatever the width
+            console().print(Text(line), soft_wrap=True)
+    output.print_where(report)
+
+
+def _targets(texts: Sequence[str] | None, *, brief: bool) -> list[Target]:
+    """What to reach, each once; where nothing is said, efficiency: one value on a first screen."""
+    if not texts:
+        return [target_of("efficiency=90%" if brief else "efficiency")]
+    wanted = [target_of(text) for text in texts]
+    for text, target in zip(texts, wanted, strict=True):
+        if wanted.count(target) > 1:
+            raise OptionError(f"--for {text!r} is given twice")
+    return wanted
+
+
+def _print_all(
+    solved: Sequence[Solved],
+    results: dict[str, Result],
+    moved: dict[str, list[Sensitivity]],
+    worth: str,
+) -> None:
+    """All tables."""
     out = console()
-    print_lines(
-        out, *(f"{words(answer)}." for answer in solved), *question([*results.values()]), ""
-    )
+    print_lines(out, "", *question([*results.values()]), "")
     print_warnings(out, results.items())
-    for target in wanted:
+    for target in dict.fromkeys(answer.target for answer in solved):
         _print_target(out, [answer for answer in solved if answer.target == target])
     _print_levers(out, moved)
-    if line := remark(trainings(cases, results), goal):
-        print_lines(out, line, "")
+    if worth:
+        print_lines(out, worth, "")
     print_assumed(out, results.values())
-    for line in checks(solved, tokens, goal):  # to be copied: in one piece, whatever the width
-        out.print(Text(line), soft_wrap=True)
-    output.print_where(report)
 
 
 def _solved(
@@ -109,6 +136,8 @@ def _solved(
     ends: tuple[str | None, str | None],
     tokens: float | None,
     goal: Goal,
+    *,
+    fine: bool,
 ) -> list[Solved]:
     """The answer of every case and target, between these ends of the number."""
     if tokens is not None:
@@ -121,21 +150,26 @@ def _solved(
         axis = axis_of(case, path, *ends)
         for target in targets:
             with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
-                solved.append(study.solve(case, axis, target, tokens=tokens, goal=goal, done=done))
+                answer = study.solve(
+                    case, axis, target, tokens=tokens, goal=goal, done=done, fine=fine
+                )
+                solved.append(answer)
     return solved
 
 
-def _as_they_are(
-    titles: Sequence[str], cases: Sequence[Question]
-) -> tuple[dict[str, Result], dict[str, list[Sensitivity]]]:
-    """The results of the cases, and their levers; a case need not work, only the answer."""
+def _as_they_are(titles: Sequence[str], cases: Sequence[Question]) -> dict[str, Result]:
+    """The results of the cases; a case need not work, only the answer."""
     results: dict[str, Result] = {}
-    moved: dict[str, list[Sensitivity]] = {}
     for title, case in zip(titles, cases, strict=True):
-        moved[title] = []
         with suppress(Co2simError):
-            results[title], moved[title] = driver.run(case), levers(case)
-    return results, moved
+            results[title] = driver.run(case)
+    return results
+
+
+def _levers(case: Question) -> list[Sensitivity]:
+    with suppress(Co2simError):
+        return levers(case)
+    return []
 
 
 def _check(case: Question, path: str) -> None:

@@ -93,18 +93,19 @@ class LruCache(Generic[K, V]):
 
     What was given must be frozen. It is compared, not hashed: the same object is equal to itself
     without a look inside, where a model has hundreds of numbers, and a schedule thousands of ops.
+    With `same` only the same object counts, where others are nearly equal.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, same: bool = False) -> None:
         """Start without an answer."""
-        self._most = most
+        self._most, self._same = most, same
         self._known: list[tuple[K, V]] = []
 
     def get(self, key: K) -> V | None:
         """The answer to what is equal to `key`, if it is known."""
         pairs = self._known  # another thread may put a new list in its place
         for index, pair in enumerate(pairs):
-            if pair[0] == key:
+            if pair[0] is key or (not self._same and pair[0] == key):
                 if index:
                     self._known = [pair, *pairs[:index], *pairs[index + 1 :]]
                 return pair[1]

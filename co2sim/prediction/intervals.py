@@ -16,7 +16,8 @@ that are near those fitted; the model of errors.
 
 **Order**: two runs of a model on one cluster with one stack share much of what is wrong with
 either. What they do not share is the error of their ratio: on published runs it grows with the
-distance of the two (`ErrorModel.pairs`).
+distance of the two (`ErrorModel.pairs`). Of one job on two numbers of GPUs it is smaller: only what
+the larger one loses may be wrong (`ErrorModel.scaling`).
 """
 
 import csv
@@ -341,6 +342,51 @@ class DistanceErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingErrors:
+    """Errors of the throughput per GPU of a job, relative to the same job on other GPUs.
+
+    What both share is not in them: speed of kernels, power, what a stack adds. The variance of
+    log(measured / predicted) of the ratio is `any` squared, for what two published numbers differ
+    by, and `lost` squared times the size of the logarithm of the ratio, as a loss is a sum of many
+    parts, times log2 of the nodes of the larger job. A 90 % interval reaches `factor` standard
+    deviations; `runs` are the pairs of runs.
+    """
+
+    any: float
+    lost: float
+    factor: float
+    runs: int
+
+    @staticmethod
+    def parts(ratio: float, nodes: int) -> dict[str, float]:
+        """By how much each part of the standard deviation counts, by the predicted ratio."""
+        return {"any": 1.0, "lost": math.sqrt(abs(math.log(ratio)) * math.log2(max(2, nodes)))}
+
+    def ends(self, ratio: float, nodes: int) -> tuple[float, float]:
+        """The ends of the 90 % interval of a ratio: a larger job is faster per GPU by chance only.
+
+        >>> low, high = ScalingErrors(any=0.01, lost=0.1, factor=2.0, runs=9).ends(0.9, 16)
+        >>> round(low, 3), round(high, 3)
+        (0.789, 1.02)
+        """
+        parts = self.parts(ratio, nodes)
+        reach = self.factor * math.hypot(self.any * parts["any"], self.lost * parts["lost"])
+        high, chance = ratio * math.exp(reach), math.exp(self.factor * self.any)
+        return ratio * math.exp(-reach), max(ratio, min(high, chance)) if ratio <= 1 else high
+
+    def waiting(self, share: float, nodes: int) -> tuple[float, float]:
+        """The ends of the share of a round that waits for communication, the lesser one first.
+
+        That is the loss of a job relative to itself with free communication.
+        """
+        if not 0 < share < 1:
+            return share, share
+        ratio = 1 - share
+        reach = self.factor * self.lost * self.parts(ratio, nodes)["lost"]
+        return max(0.0, 1 - ratio * math.exp(reach)), 1 - ratio * math.exp(-reach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryErrors:
     """Errors of the peak of memory on published runs, of which it is known.
 
@@ -360,7 +406,8 @@ class ErrorModel:
     """Standard deviations of the parts, and how many of all a 90 % interval reaches.
 
     `own` are errors of runs that were predicted by a stack which one run of their series
-    calibrated, `pairs` those of ratios of two runs of a model on one cluster.
+    calibrated, `pairs` those of ratios of two runs of a model on one cluster, and `scaling` of two
+    that differ in the number of GPUs alone.
     """
 
     deviations: Mapping[str, float]
@@ -369,6 +416,7 @@ class ErrorModel:
     own: DistanceErrors | None = None
     pairs: DistanceErrors | None = None
     memory: MemoryErrors | None = None
+    scaling: ScalingErrors | None = None
 
     def deviation(self, situation: Situation) -> float:
         """Of log(published / predicted)."""
@@ -398,8 +446,9 @@ def read_error_model(entry: Mapping[str, Any]) -> ErrorModel:
         DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
     )
     memory = MemoryErrors(**entry["memory"]) if "memory" in entry else None
+    scaling = ScalingErrors(**entry["scaling"]) if "scaling" in entry else None
     factor = float(entry["interval_factor"])
-    return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory)
+    return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory, scaling)
 
 
 @cache
@@ -681,12 +730,39 @@ def unshared(first: Result, second: Result) -> float:
     inf for runs of two models, or on two clusters or stacks, whose errors are not alike.
     """
     pairs = error_model().pairs
-    alike = (first.cluster, first.model, first.stack) == (
-        second.cluster,
-        second.model,
-        second.stack,
+    return pairs.reach(between(first, second)) if pairs and _alike(first, second) else math.inf
+
+
+def _alike(first: Result, second: Result) -> bool:
+    """Whether much of what is wrong with either is wrong with both."""
+    return all(
+        getattr(first, name) == getattr(second, name) for name in ("cluster", "model", "stack")
     )
-    return pairs.reach(between(first, second)) if pairs and alike else math.inf
+
+
+_JOB = ("strategy", "tp", "cp", "ep", "pp", "micro_batch", "recompute", "precision", "attention")
+"""What a GPU does of a job, whatever the number of GPUs and of micro-steps."""
+
+
+def efficiency_ends(many: Result, alone: Result) -> tuple[float, float] | None:
+    """The 90 % interval of the throughput per GPU of a job, relative to that on other GPUs.
+
+    Both are of one cluster, model and stack. Where a GPU does the same in both, only what is lost
+    may be wrong; else they are two jobs. Never wider than that of the throughput itself, and None
+    where that has none.
+    """
+    model, low, high = error_model(), many.tokens_per_s_low, many.tokens_per_s_high
+    if low is None or high is None:
+        return None
+    ratio = many.tokens_per_s_per_gpu / alone.tokens_per_s_per_gpu
+    down, up = low / many.tokens_per_s, high / many.tokens_per_s
+    ends = ratio * down, ratio * up
+    if model.scaling and all(getattr(many, name) == getattr(alone, name) for name in _JOB):
+        ends = model.scaling.ends(ratio, many.nodes)
+    elif model.pairs:
+        reach = model.pairs.reach(between(many, alone))
+        ends = ratio * math.exp(-reach), ratio * math.exp(reach)
+    return max(ends[0], ratio * down), min(ends[1], ratio * up)
 
 
 def undecided(first: Result, second: Result) -> bool:

@@ -291,8 +291,8 @@ def stage_of(work: Workload, stage: int) -> Workload:
 
 _Scheduled: TypeAlias = tuple[str, Strategy, Workload, Model, Layout]
 """What a schedule depends on: two models with equal blocks may have different parts."""
-_MAX_OPS = 10_000
-"""Of a schedule that is kept: about 10 MB."""
+_MAX_OPS = 20_000
+"""Of a schedule that is kept: about 20 MB."""
 _SCHEDULES: LruCache[_Scheduled, tuple[Workload, Schedule]] = LruCache(8)
 
 
@@ -336,14 +336,20 @@ def with_short_rounds(strategy: Strategy) -> Strategy:
         return with_options(strategy, {**least, "tau": "2"})
 
 
+_BARE: LruCache[Schedule, Schedule] = LruCache(8, same=True)
+
+
 def without_averages(schedule: Schedule) -> Schedule:
     """The same rounds, where nothing is averaged and nothing waits for an average."""
     kept = [op for op in schedule.body if op.stream != OUTER]
     if len(kept) == len(schedule.body):
         return schedule
-    names = {op.name for op in kept}
-    body = [replace(op, after=tuple(w for w in op.after if w.op in names)) for op in kept]
-    return Schedule(schedule.name, tuple(body), schedule.steps)
+    bare = _BARE.get(schedule)
+    if bare is None:
+        names = {op.name for op in kept}
+        body = [replace(op, after=tuple(w for w in op.after if w.op in names)) for op in kept]
+        bare = _BARE.put(schedule, Schedule(schedule.name, tuple(body), schedule.steps))
+    return bare
 
 
 def call_strategy(

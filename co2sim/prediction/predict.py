@@ -8,20 +8,25 @@ at the same times, and nothing else is under way, each further one does so, too.
 added as often as it was left out, which is exact: nothing is fitted. `metrics.repeated` says
 whether that is so in a trace; where it is not, more micro-steps are simulated, and then all of
 them.
+
+A round of many local steps of which each does the same, as with a fragment of the model averaged
+behind each, is the round of the first of them, repeated (`one_turn`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
+from co2sim.common.resources import LruCache
 from co2sim.common.units import Seconds
 from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.measure import Line, StageFigures, order_of, rates, result_of
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import Collective, Schedule
+from co2sim.schedule.schedule import After, Collective, Compute, Schedule, Work
 from co2sim.simulation import metrics
 from co2sim.simulation.costs import compute_time, cost_of, traffic
 from co2sim.simulation.metrics import Repeated, repeated
@@ -142,11 +147,26 @@ def _figures(stage: Stage, left: int, done: Done | None, *, free: bool) -> Stage
 
     None if it must not, as where steps of nodes spread: what that costs depends on all of a step.
     """
-    schedule, strategy = stage.schedule, stage.strategy
+    schedule, strategy, options = stage.schedule, stage.strategy, stage.job.options
+    if _may_repeat(options) and is_built_in(strategy) and not stage.cluster.step_spread:
+        turn = one_turn(schedule)
+        if turn is not None:
+            alone = replace(stage, schedule=turn)
+            figures = _simulated(alone, left, turn.steps, done, free=free)
+            if figures and figures.steady:
+                return replace(_times(figures, schedule.steps // turn.steps), stage=stage)
     steps = round_steps(strategy) if isinstance(strategy, LocalSteps) else schedule.steps
+    return _simulated(stage, left, steps, done, free=free)
+
+
+def _simulated(
+    stage: Stage, left: int, steps: int, done: Done | None, *, free: bool
+) -> StageFigures | None:
+    """Those of a round of `steps` local steps; None as in `_figures`."""
+    schedule = stage.schedule
     simulator = Simulator(stage.job.options, stage, done)
     few = left > 0 or steps > schedule.steps
-    if few and (not is_built_in(strategy) or stage.cluster.step_spread):
+    if few and (not is_built_in(stage.strategy) or stage.cluster.step_spread):
         return None
     trace, rounds, steady = simulator.until_steady()
     more = _left_out(schedule, trace, left, steps) if steady or not few else None
@@ -161,6 +181,76 @@ def _figures(stage: Stage, left: int, done: Done | None, *, free: bool) -> Stage
         return None
     figures = StageFigures.of_trace(stage, trace, rounds, steady, quiet)
     return _with_more(figures, trace, more, without, steps)
+
+
+def _times(figures: StageFigures, turns: int) -> StageFigures:
+    """Those of a round that is `turns` times as long."""
+    alone = figures.free_round
+    longer: dict[str, Any] = {
+        name: turns * getattr(figures, name)
+        for name in ("steps", "round_time", "busy", "waiting", "exposed", "nic", "wan")
+    }
+    for name in ("breakdown", "sent"):
+        longer[name] = {label: turns * size for label, size in getattr(figures, name).items()}
+    return replace(figures, **longer, free_round=None if alone is None else turns * alone)
+
+
+_TURNS: LruCache[Schedule, tuple[Schedule | None]] = LruCache(8, same=True)
+
+
+def one_turn(schedule: Schedule) -> Schedule | None:
+    """The local steps at the begin of a round, as a round, if all others do the same again.
+
+    Every op then waits for those that came so long before it in the order of issue as in the whole
+    round. None where local steps differ: by more than a part in a million of their works, as the
+    pieces of a model do that are not quite equal.
+    """
+    known = _TURNS.get(schedule)
+    if known is None:
+        shorter = (step for step in range(1, schedule.steps) if schedule.steps % step == 0)
+        turns = (_turn_of(schedule, step) for step in shorter)
+        known = _TURNS.put(schedule, (next(filter(None, turns), None),))
+    return known[0]
+
+
+def _turn_of(schedule: Schedule, steps: int) -> Schedule | None:
+    """The first `steps` local steps, if the others repeat them."""
+    body, offsets, numbers = schedule.body, schedule.offsets, schedule.work_numbers
+    length, rest = divmod(len(body) * steps, schedule.steps)
+    if rest:
+        return None
+    like = cache(lambda first, second: _alike(schedule.works[first], schedule.works[second]))
+    for index in range(length, len(body)):
+        before = index - length
+        if offsets[index] != offsets[before] or body[index].stream != body[before].stream:
+            return None
+        if numbers[index] != numbers[before] and not like(numbers[before], numbers[index]):
+            return None
+    ops = []
+    for index, op in enumerate(body[:length]):
+        places = [divmod(index - offset, length) for offset in offsets[index]]
+        after = tuple(After(body[place].name, -turn) for turn, place in places)
+        turn = op.turn._replace(local_step=None) if steps == 1 else op.turn
+        ops.append(replace(op, after=after, turn=turn))
+    return Schedule(schedule.name, tuple(ops), steps)
+
+
+_ALIKE = 1e-6
+"""By how much works of two local steps may differ that count as the same."""
+
+
+def _alike(first: Work, second: Work) -> bool:
+    """Whether two works differ in names, and hardly in size."""
+    sizes = ("flops", "memory_bytes") if isinstance(first, Compute) else ("elements",)
+    if type(first) is not type(second):
+        return False
+    pairs = [(getattr(first, name), getattr(second, name)) for name in sizes]
+    if any(abs(one - other) > _ALIKE * one for one, other in pairs):
+        return False
+    same: dict[str, Any] = {name: one for name, (one, _) in zip(sizes, pairs, strict=True)}
+    if isinstance(first, Collective):
+        same["buffer"] = first.buffer
+    return replace(second, **same) == first
 
 
 def _with_more(

@@ -561,10 +561,10 @@ def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     rows = [
         figure_row(
             entry.strategy,
-            (entry.efficiency, None, None),
+            (entry.efficiency.value, *(entry.efficiency.ends or (None, None))),
             fits=entry.fits,
             gpus=entry.result.gpus,
-            shown=f"{entry.efficiency:.1%}",
+            shown=str(entry.efficiency),
             exposed=f"{entry.result.exposed_share:.1%}",
         )
         for entry in group
@@ -573,7 +573,7 @@ def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     sizes = sorted({row["gpus"] for row in rows})
     if len(sizes) < 2:  # noqa: PLR2004
         return None
-    most = max(1.0, *(row["value"] for row in rows))
+    most = max(1.0, *(row["value"] for row in rows), *(row["high"] or 0.0 for row in rows))
     y = alt.Y(
         "value:Q",
         title="throughput per GPU, relative to one node",

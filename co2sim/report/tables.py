@@ -16,6 +16,7 @@ from co2sim.report.text import solve, totals
 from co2sim.report.text.result import first_of
 from co2sim.studies.candidates import Candidate
 from co2sim.studies.grid import display_name, offer_name, strategy_title
+from co2sim.studies.run_all import Efficiency
 from co2sim.studies.sensitivity import Sensitivity
 from co2sim.studies.solve import Solved
 
@@ -34,7 +35,7 @@ class Answered:
     result: Result
     totals: Totals | None
     asked: bool = False
-    efficiency: float | None = None
+    efficiency: Efficiency | None = None
 
     @property
     def fits(self) -> bool:
@@ -130,7 +131,7 @@ def efficiencies(group: Sequence[Answered]) -> Table:
         [
             entry.strategy,
             f"{entry.result.gpus:,}",
-            "-" if entry.efficiency is None else f"{entry.efficiency:.1%}",
+            "-" if entry.efficiency is None else str(entry.efficiency),
             f"{entry.result.exposed_share:.1%}",
         ]
         for entry in group

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from co2sim.catalog import Contents
 from co2sim.common.convert import Count
@@ -11,6 +11,7 @@ from co2sim.common.errors import Co2simError, NoRoomError, ResourceError
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import counted
 from co2sim.prediction.driver import run
+from co2sim.prediction.intervals import efficiency_ends
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
@@ -129,28 +130,50 @@ def outcome_of(case: Question, *, beside: bool = True) -> Outcome:
         return Failure(case.title, error)
 
 
-def efficiencies(cases: Sequence[Question], results: Sequence[Result]) -> list[float | None]:
-    """Throughput per GPU of each case, relative to the same on one node of its cluster.
+class Efficiency(NamedTuple):
+    """Throughput per GPU, relative to one node, and the ends of its 90 % interval, if it has one.
 
-    One node is simulated where it is none of the cases. None where the case cannot run on one.
+    The interval is that of what the two do not share (`prediction.intervals`).
     """
-    speeds = {
-        repr(case): result.tokens_per_s_per_gpu for case, result in zip(cases, results, strict=True)
-    }
-    alone: dict[str, float | None] = {}
-    ratios = []
+
+    value: float
+    ends: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        """`94.4 % (87.3 to 100)`."""
+        shown = f"{100 * self.value:.3g} %"
+        if self.ends is None:
+            return shown
+        low, high = (f"{100 * min(1.0, end):.3g}" for end in self.ends)
+        return f"{shown} ({low} to {high})"
+
+
+def efficiencies(cases: Sequence[Question], results: Sequence[Result]) -> list[Efficiency | None]:
+    """That of each case; None where the case cannot run on one node of its cluster.
+
+    One node is simulated where it is none of the cases.
+    """
+    known = {repr(case): result for case, result in zip(cases, results, strict=True)}
+    alone: dict[str, Result | None] = {}
+    ratios: list[Efficiency | None] = []
     for case, result in zip(cases, results, strict=True):
         node = replace(case, gpus=case.load()[0].value.gpus_per_node)
         key = repr(node)
         if key not in alone:
-            alone[key] = speeds[key] if key in speeds else _per_gpu(node)
+            alone[key] = known[key] if key in known else _alone(node)
         single = alone[key]
-        ratios.append(single and scalability_ratio(result.tokens_per_s_per_gpu, single))
+        ratios.append(None if single is None else _relative(result, single))
     return ratios
 
 
-def _per_gpu(case: Question) -> float | None:
+def _relative(result: Result, single: Result) -> Efficiency:
+    value = scalability_ratio(result.tokens_per_s_per_gpu, single.tokens_per_s_per_gpu)
+    ends = efficiency_ends(result, single) if result.gpus != single.gpus else None
+    return Efficiency(value, ends)
+
+
+def _alone(case: Question) -> Result | None:
     try:
-        return run(case).tokens_per_s_per_gpu
+        return run(case, beside=False)
     except Co2simError:  # a batch that does not divide, or a strategy between nodes
         return None

@@ -12,6 +12,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
+from co2sim.prediction.calibrations import value_at
 from co2sim.prediction.counted import counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -24,8 +25,19 @@ from co2sim.studies.targets import Axis, End, Target, View
 Figure: TypeAlias = Callable[[float], float | None]
 """A figure at a value of the axis; None where there is none."""
 
-_EXACT = 1e-7
-"""How near to a crossing the search comes, relative to it."""
+_EXACT = 5e-4
+"""How near to a crossing the search comes, relative to it: three digits are shown."""
+
+_ROUGH = 5e-3
+"""The same of an end of an interval."""
+
+_FAR = 10.0
+"""How many times as large the far end of a range is, at most, where a crossing is interpolated."""
+
+_BISECTED = 3
+"""Every third value halves the range, as lines do not help at a jump."""
+
+_MOST_TURNS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,12 @@ class ValueRange:
 
 
 def spans(
-    figure: Figure, points: Sequence[float], axis: Axis, target: Target, value: float
+    figure: Figure,
+    points: Sequence[float],
+    axis: Axis,
+    target: Target,
+    value: float,
+    exact: float = _EXACT,
 ) -> Iterable[ValueRange]:
     """The ranges of the axis in which the figure meets the value, from the lowest on."""
     met = [target.met(figure(x), value) for x in points]
@@ -50,7 +67,7 @@ def spans(
     for (x, before), (y, after) in pairwise(zip(points, met, strict=True)):
         if before == after:
             continue
-        edge = _edge(figure, axis, target, value, x, y)
+        edge = _edge(figure, axis, target, value, x, y, exact)
         if after:
             low = (edge, False)
         else:
@@ -62,7 +79,13 @@ def spans(
 
 
 def _edge(
-    figure: Figure, axis: Axis, target: Target, value: float, low: float, high: float
+    figure: Figure,
+    axis: Axis,
+    target: Target,
+    value: float,
+    low: float,
+    high: float,
+    exact: float,
 ) -> float:
     """The last value that meets the target, between two of which one does."""
 
@@ -75,38 +98,29 @@ def _edge(
             middle = axis.low + axis.step * axis.place((inside + outside) / 2)
             inside, outside = (middle, outside) if meets(middle) else (inside, middle)
         return inside
-    root = _root(figure, value, inside, outside)
-    if root is not None:
-        for place in (root, root * (1 + _EXACT), root * (1 - _EXACT)):
-            near = min(max(place, low), high)
-            if meets(near):
-                inside = near
-            else:
-                outside = near
-    while abs(math.log(inside / outside)) > 2 * _EXACT:  # a jump, or a figure that is missing
-        middle = math.sqrt(inside * outside)
-        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+    power = -1.0 if inside > outside else 1.0  # a time grows with this power of the number
+
+    def behind(x: float) -> float | None:
+        """By how much the target is missed, above 0; a straight line in `x ** power`, or near."""
+        there = figure(x)
+        if there is None or (target.metric.more and there <= 0):
+            return None
+        return value / there - 1 if target.metric.more else there / value - 1
+
+    beside = 1 + exact
+    for turn in range(_MOST_TURNS):
+        wide = abs(math.log(inside / outside))
+        if wide <= 2 * exact:
+            break
+        near, far = behind(inside), behind(outside)
+        trial = math.sqrt(inside * outside)
+        if wide < math.log(_FAR) and turn % _BISECTED and near is not None and far is not None:
+            u, v = inside**power, outside**power
+            root = ((u * far - v * near) / (far - near)) ** (1 / power)
+            low_end, high_end = sorted((inside, outside))
+            trial = min(max(root, low_end * beside), high_end / beside)
+        inside, outside = (trial, outside) if meets(trial) else (inside, trial)
     return inside
-
-
-def _root(figure: Figure, value: float, inside: float, outside: float) -> float | None:
-    """Where the figure is the value; None where it is not known between the two."""
-    from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
-
-    def beyond(log_x: float) -> float:
-        value_there = figure(math.exp(log_x))
-        if value_there is None:
-            raise _UnknownError
-        return value_there - value
-
-    try:
-        return math.exp(brentq(beyond, math.log(inside), math.log(outside), xtol=_EXACT / 4))
-    except (_UnknownError, ValueError):  # no figure, or one that rounds to the value at an end
-        return None
-
-
-class _UnknownError(Exception):
-    """There is no figure at a point."""
 
 
 def monotone(figures: Sequence[float]) -> bool:
@@ -146,6 +160,10 @@ class Curve:
         """Whether the value can be simulated."""
         return self._view(value) is not None
 
+    def looked(self) -> list[float]:
+        """All values that were looked at and can be simulated, in order."""
+        return sorted(value for value, view in self._views.items() if view is not None)
+
     def of(self, end: End) -> Figure:
         """At an end of the interval."""
 
@@ -155,7 +173,7 @@ class Curve:
                 return None
             if not view.result.fits_in_memory and self._target.name != "memory":
                 return None
-            return self._target.metric.of(view.at(end))
+            return self._target.metric.at(view, end)
 
         return figure
 
@@ -185,7 +203,7 @@ class Curve:
         return self._views[value]
 
     def _seen(self, case: Question) -> View:
-        result = driver.run(case)
+        result = driver.run(case, beside=False)
         self.has_interval = self.has_interval or result.tokens_per_s_low is not None
         self.currency = self.currency or result.currency
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
@@ -228,9 +246,9 @@ class Curve:
         batch = single.micro_batch, single.accumulation, single.global_batch, single.recompute
         key = f"{single.strategy} {batch} {same}"
         if isinstance(single.cluster, Cluster):
-            return driver.run(single)
+            return driver.run(single, beside=False)
         if key not in self._alone:
-            self._alone[key] = driver.run(single)
+            self._alone[key] = driver.run(single, beside=False)
         return self._alone[key]
 
 
@@ -257,7 +275,8 @@ class Solved:
     says that the figure only grows, or only falls, over the `points` that were looked at. `failed`
     says why some of them cannot be simulated, `large` how many do not fit in memory: these meet no
     target but memory. Prices are in `currency`. `bands` are the least and the most of the figure at
-    each point, where its interval is known.
+    each point, where its interval is known. `now` is what the cluster has of the number, where it
+    was looked at.
     """
 
     case: Question
@@ -272,6 +291,12 @@ class Solved:
     large: int
     currency: str | None
     bands: tuple[tuple[float, float] | None, ...]
+    now: float | None = None
+
+    def at(self, value: float) -> tuple[float | None, tuple[float, float] | None]:
+        """The figure at a value that was looked at, and its interval; None where there is none."""
+        looked = zip(self.points, self.bands, strict=True)
+        return next(((y, band) for (x, y), band in looked if x == value), (None, None))
 
 
 def solve(
@@ -282,28 +307,33 @@ def solve(
     tokens: float | None = None,
     goal: Goal = NO_GOAL,
     done: Done | None = None,
+    fine: bool = False,
 ) -> Solved:
     """Which values of the axis reach each value of the target.
 
-    The figure is looked at over the whole range; between two neighbours of which one meets the
-    target and the other does not, the crossing is found to 1e-7 (whole numbers: exactly). Of
-    crossings that lie nearer to each other than the points, both are missed. `tokens` are those
+    Looked at are `fine` points over the whole range, or, of a number of the hardware, of which more
+    is better or worse throughout, both ends and what is there. Between two neighbours of which one
+    meets the target and the other does not, the crossing is found to 5e-4 (whole numbers: exactly).
+    Of crossings that lie nearer to each other than the points, both are missed. `tokens` are those
     that DDP would train; local updates need more, as `goal` or the measured step factors say.
     Raises the error of the first point where none can be simulated.
     """
     check(case, axis.path, target, tokens)
+    now = value_at(case.load()[0].value, axis.path)
     curve = Curve(case, axis, target, tokens, goal)
-    points = axis.points()
+    points = axis.points() if fine or not axis.links else [axis.low, axis.high]
+    if now is not None and axis.links and axis.low < now < axis.high:
+        points = sorted({*points, now})
     for turn, point in enumerate(points, 1):
         curve.figure(point)
         if done:
             done(turn, len(points))
-    points = [point for point in points if curve.known(point)]
-    if not points:
+    if not curve.looked():
         assert curve.error is not None
         raise curve.error
+    answers = tuple(_answer(curve, axis, target, value) for value in target.values)
+    points = curve.looked()
     values = [curve.figure(point) for point in points]
-    answers = tuple(_answer(curve, points, axis, target, value) for value in target.values)
     pairs = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
     best = None
     if pairs:
@@ -322,6 +352,7 @@ def solve(
         large=len(points) - len(pairs),
         currency=curve.currency,
         bands=tuple(_band(curve, point, target) for point in points),
+        now=next((point for point in points if point == now), None),
     )
 
 
@@ -361,16 +392,16 @@ def check(case: Question, path: str, target: Target, tokens: float | None) -> No
         raise OptionError(f"prices of the cluster are in {currency}, not in USD; ask for cost")
 
 
-def _answer(
-    curve: Curve, points: Sequence[float], axis: Axis, target: Target, value: float
-) -> Answer:
+def _answer(curve: Curve, axis: Axis, target: Target, value: float) -> Answer:
     def reached(end: End) -> tuple[ValueRange, ...]:
-        return tuple(spans(curve.of(end), points, axis, target, value))
+        exact = _EXACT if end == "predicted" else _ROUGH
+        return tuple(spans(curve.of(end), curve.looked(), axis, target, value, exact))
 
+    met = reached("predicted")
     uncertain = _uncertain(curve, target)
     return Answer(
         value=value,
-        met=reached("predicted"),
+        met=met,
         sure=reached("low") if uncertain else None,
         hoped=reached("high") if uncertain else None,
     )

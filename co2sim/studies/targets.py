@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 
 import numpy as np
 
-from co2sim.common.errors import OptionError, UnitError, nearest
+from co2sim.common.errors import Co2simError, OptionError, UnitError, nearest
 from co2sim.common.units import Unit, duration, number, parse, parse_price, scaled
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.calibrations import replaced
+from co2sim.prediction.intervals import efficiency_ends, error_model
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import joined
@@ -78,7 +79,8 @@ class View:
 class Metric:
     """A figure: its name as a text, its unit, whether more is better, and how it is read off.
 
-    `usual` are the values asked for by default. `needs` says what a view must have.
+    `usual` are the values asked for by default. `needs` says what a view must have. A ratio has
+    `ends`: where what its two sides do not share is worst, and where it is best.
     """
 
     words: str
@@ -87,6 +89,14 @@ class Metric:
     of: Callable[[View], float]
     usual: tuple[float, ...] = ()
     needs: Literal["", "alone", "tokens", "failures"] = ""
+    ends: Callable[[View], tuple[float, float] | None] | None = None
+
+    def at(self, view: View, end: End) -> float:
+        """The figure at an end: of its interval for a ratio, else of that of tokens/s."""
+        if self.ends is None or end == "predicted":
+            return self.of(view.at(end))
+        ends = self.ends(view)
+        return self.of(view) if ends is None else ends[0 if end == "low" else 1]
 
     def shown(self, value: float, currency: str | None = None) -> str:
         """A value for people."""
@@ -102,6 +112,25 @@ class Metric:
 def _efficiency(view: View) -> float:
     assert view.alone is not None
     return view.result.tokens_per_s_per_gpu / view.alone.tokens_per_s_per_gpu
+
+
+def _efficiency_ends(view: View) -> tuple[float, float] | None:
+    assert view.alone is not None
+    return efficiency_ends(view.result, view.alone)
+
+
+def _exposed_ends(view: View) -> tuple[float, float] | None:
+    """The larger share first."""
+    scaling, result = error_model().scaling, view.result
+    if scaling is None or result.tokens_per_s_low is None:
+        return None
+    low, high = scaling.waiting(result.exposed_share, result.nodes)
+    return high, low
+
+
+def _utilization_ends(view: View) -> tuple[float, float] | None:
+    ends = _exposed_ends(view)
+    return ends and (1 - ends[0], 1 - ends[1])
 
 
 def _seconds(view: View) -> float:
@@ -137,6 +166,7 @@ METRICS: Mapping[str, Metric] = {
         of=_efficiency,
         usual=_TABLE,
         needs="alone",
+        ends=_efficiency_ends,
     ),
     "utilization": Metric(
         words="round time with free communication, relative to the round time",
@@ -144,6 +174,7 @@ METRICS: Mapping[str, Metric] = {
         more=True,
         of=lambda view: view.result.efficiency_vs_free_communication,
         usual=_TABLE,
+        ends=_utilization_ends,
     ),
     "exposed": Metric(
         words="share of a round that waits for communication",
@@ -151,6 +182,7 @@ METRICS: Mapping[str, Metric] = {
         more=False,
         of=lambda view: view.result.exposed_share,
         usual=(0.5, 0.2, 0.1, 0.05, 0.01),
+        ends=_exposed_ends,
     ),
     "mfu": Metric(
         words="model FLOP utilization", unit="share", more=True, of=lambda view: view.result.mfu
@@ -303,6 +335,10 @@ _MIN_SHARE = 1e-3
 _MINUTE, _DAY = 60.0, 86400.0
 _PER_DECADE = 4
 _MAX_POINTS = 129
+_DIGITS = 3
+"""Of a value for people."""
+_ROUNDING = 1e-9
+"""Of a digit, or of a value: what a calculation may add to it."""
 _ALL = 8
 """Whole numbers up to here are all looked at."""
 
@@ -322,6 +358,11 @@ class Axis:
     step: int = 0
     currency: str = "USD"
 
+    @property
+    def links(self) -> bool:
+        """Whether it is a number of the hardware, of which more is better, or worse, throughout."""
+        return not self.step and self.path.startswith(("inter.", "wan.", "intra.", "gpu."))
+
     def points(self) -> list[float]:
         """Values all over the range, evenly on a log scale."""
         count = math.ceil(_PER_DECADE * math.log10(self.high / self.low)) + 1
@@ -337,6 +378,12 @@ class Axis:
         """How many steps a value is behind the lowest, rounded down."""
         return int((value - self.low + 1e-9) // self.step) if self.step else 0
 
+    def as_written(self, case: Question, value: float) -> Question:
+        """The case with this value, as people write it in a command."""
+        if isinstance(case.cluster, Cluster):
+            return self.at(case, value)
+        return with_change(case, self.path, self.written(value))
+
     def at(self, case: Question, value: float) -> Question:
         """The case with this value."""
         in_case = self.path in _COUNTS or self.path.startswith(("strategy.", "model."))
@@ -346,6 +393,34 @@ class Axis:
                 cluster = replace(cluster, price_low=None, price_high=None)
             return replace(case, cluster=replaced(cluster, self.path, value))
         return with_change(case, self.path, self.text(value))
+
+    def rounded(self, value: float, *, up: bool) -> float:
+        """The value with the three digits that are shown, no smaller, or no greater."""
+        if self.step:
+            return value
+        unit = self._shown_unit
+        last = 10.0 ** (math.floor(math.log10(value / unit)) - _DIGITS + 1)
+        count = value / unit / last
+        whole = math.ceil(count - _ROUNDING) if up else math.floor(count + _ROUNDING)
+        return whole * last * unit
+
+    @property
+    def _shown_unit(self) -> float:
+        """In SI units, but for decimal prefixes."""
+        if self.unit == "B/s" and self.path.startswith(("inter.", "wan.")):
+            return 1 / 8
+        return 1 / 3600 if self.unit == "USD/s" else 1.0
+
+    def written(self, value: float) -> str:
+        """The value as people write it in a command: as it is shown, where that is exact."""
+        shown = self.shown(value)
+        if self.step or self.unit in {"USD/s", ""}:
+            return self.text(value)
+        try:
+            exact = math.isclose(parse(shown, self.unit), value, rel_tol=_ROUNDING)
+        except UnitError:
+            exact = False
+        return shown if exact else self.text(value)
 
     def text(self, value: float) -> str:
         """The value as `--set` takes it, with all its digits."""
@@ -414,6 +489,8 @@ def _declared(case: Question, path: str) -> Axis:
     if path.startswith("strategy."):
         return _option(case, path)
     if path.startswith("model."):
+        if _takes_any_text(case, path):
+            raise _no_number(path)
         return Axis(path, "", 1, 1_000_000, 1)
     base, quantity = _quantity(path)
     if base is int:
@@ -424,6 +501,18 @@ def _declared(case: Question, path: str) -> Axis:
     high = min(high, quantity.most or high)
     low = max(low, quantity.least or low)
     return Axis(path, quantity.unit, low, high, currency=cluster.currency)
+
+
+def _takes_any_text(case: Question, path: str) -> bool:
+    try:
+        with_change(case, path, "any text").load()
+    except Co2simError:
+        return False
+    return True
+
+
+def _no_number(path: str) -> OptionError:
+    return OptionError(f"{path} is no number; known: {EXAMPLES}, or any other number")
 
 
 def _option(case: Question, path: str) -> Axis:
@@ -445,7 +534,7 @@ def _option(case: Question, path: str) -> Axis:
         if isinstance(usual, float | int) and usual > 1:
             return Axis(path, "", usual * _MIN_SHARE, usual / _MIN_SHARE)
         return Axis(path, "", _MIN_SHARE, 1.0)
-    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+    raise _no_number(path)
 
 
 def _quantity(path: str) -> tuple[Any, Quantity]:
@@ -459,8 +548,8 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
             hints = get_type_hints(kind, include_extras=True) if is_dataclass(kind) else {}
             if part not in hints:
                 raise OptionError(
-                    f"nothing to solve for is called {path!r}; {EXAMPLES}, or any other number of a"
-                    " cluster, a model or a strategy"
+                    f"nothing to solve for is called {path!r}; known: {EXAMPLES}, or any other"
+                    " number of a cluster, a model or a strategy"
                 )
             hint = hints[part]
         kind = _table(hint)
@@ -469,7 +558,7 @@ def _quantity(path: str) -> tuple[Any, Quantity]:
             base, quantity, *_ = get_args(option)
             if isinstance(quantity, Quantity):
                 return base, quantity
-    raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
+    raise _no_number(path)
 
 
 def _table(hint: Any) -> Any:

@@ -4,10 +4,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from co2sim.common.units import counted
 from co2sim.prediction.figures import asked
+from co2sim.prediction.intervals import error_model
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, Scale, scale_of_case
+from co2sim.report.text.answer import (
+    Simulated,
+    batch_row,
+    labels,
+    legend,
+    memory,
+    place,
+    setup,
+    shared_rows,
+)
+from co2sim.report.text.screen import Screen
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.sensitivity import Sensitivity
@@ -75,25 +88,32 @@ def checks(group: Sequence[Solved], tokens: float | None, goal: Goal) -> Iterato
     for solved in group:
         answer = _headline(solved)
         edge = crossing(answer.met)
-        case = solved.case if edge is None else solved.axis.at(solved.case, edge)
+        case = solved.case
+        if edge is not None:
+            axis = solved.axis
+            case = axis.as_written(case, axis.rounded(edge, up=answer.met[0].open_high))
         yield f"to check it: {_check_of(case, solved, tokens, goal)}"
 
 
 def told(answer: Answer, axis: Axis) -> str:
     """Where a target is met, with the interval of its edge if there is one edge."""
-    text = _spans(answer.met, axis)
-    if answer.sure is None or answer.hoped is None or len(answer.met) != 1:
-        return text
-    edges = [crossing(spans) for spans in (answer.hoped, answer.met, answer.sure)]
-    if edges[1] is None:
-        return text
-    good, bad = edges[0], edges[2]
-    if good is None or bad is None:
-        best = "any is enough" if good is None else axis.shown(good)
-        worst = "none is enough" if bad is None else axis.shown(bad)
-        return f"{text} (90 % interval: {best} at its good end, {worst} at its bad end)"
+    text, ends = _spans(answer.met, axis), interval(answer, axis)
+    return f"{text} (90 % range: {ends})" if ends else text
+
+
+def interval(answer: Answer, axis: Axis) -> str:
+    """The ends of the 90 % interval of the one edge of an answer; empty where there is none."""
+    if answer.sure is None or answer.hoped is None or crossing(answer.met) is None:
+        return ""
+    good, bad = crossing(answer.hoped), crossing(answer.sure)
+    if good is None and bad is None:
+        return "perhaps any, perhaps none"
+    if bad is None:
+        return f"{axis.shown(good)} at best, perhaps none" if good is not None else ""
+    if good is None:
+        return f"{axis.shown(bad)} at worst, perhaps any"
     low, high = sorted((good, bad))
-    return f"{text} (90 % interval: {axis.shown(low)} to {axis.shown(high)})"
+    return f"{axis.shown(low)} to {axis.shown(high)}"
 
 
 def crossing(spans: Sequence[ValueRange]) -> float | None:
@@ -105,13 +125,15 @@ def crossing(spans: Sequence[ValueRange]) -> float | None:
 
 def _spans(spans: Sequence[ValueRange], axis: Axis) -> str:
     def one(span: ValueRange) -> str:
+        low = axis.shown(axis.rounded(span.low, up=True))
+        high = axis.shown(axis.rounded(span.high, up=False))
         if span.open_low and span.open_high:
-            return f"any from {axis.shown(span.low)} to {axis.shown(span.high)}"
+            return f"any from {low} to {high}"
         if span.open_high:
-            return f"at least {axis.shown(span.low)}"
+            return f"at least {low}"
         if span.open_low:
-            return f"at most {axis.shown(span.high)}"
-        return f"{axis.shown(span.low)} to {axis.shown(span.high)}"
+            return f"at most {high}"
+        return f"{low} to {high}"
 
     return " and ".join(map(one, spans)) or "-"
 
@@ -176,3 +198,174 @@ def plain(
         "levers": [asdict(lever) for lever in moved[strategy]],
         "command": command_of(solved.case),
     }
+
+
+# --- the first screen -----------------------------------------------------------------------------
+
+
+def screen(group: Sequence[Solved], results: Mapping[str, Result]) -> Screen:
+    """The answer: of one case a sentence, of several the least demanding first, and a table.
+
+    `results` are those of the cases as they are, by strategy.
+    """
+    leading = _leading(group)
+    counts = sum(len(solved.answers) for solved in group)
+    short = labels(strategy_title(solved.case.strategy) for solved in group)
+    columns, rows = _compared(group, short) if counts > 1 else ((), ())
+    shown = list(results.values())
+    return Screen(
+        answer=[f"{words(leading)}.", *_asked(group[0], shown)],
+        columns=columns,
+        table=rows,
+        left=len(columns),
+        legend=legend({label: title for title, label in short.items()}) if columns else (),
+        rows=[row for row in _rows(group, leading, results, short) if row[1]],
+        least=_LEAST,
+    )
+
+
+_LEAST = 3
+"""Named lines beside several cases: memory, batch, and what is counted."""
+
+
+def _leading(group: Sequence[Solved]) -> Solved:
+    """The case that is met with the least of a number of which more is better, or the first."""
+    met = [solved for solved in group if _headline(solved).met]
+    if not met or met[0].target != met[-1].target:
+        return (met or group)[0]
+    spans = {id(solved): _headline(solved).met[0] for solved in met}
+    if all(span.open_high for span in spans.values()):
+        return min(met, key=lambda solved: spans[id(solved)].low)
+    return met[0]
+
+
+def _asked(solved: Solved, results: Sequence[Result]) -> Iterator[str]:
+    """What is trained on what."""
+    if results:
+        first, axis = results[0], solved.axis
+        where = place(first)
+        said = where if axis.path == "gpus" else f"{counted(first.gpus, 'GPU')} of {where}"
+        line = setup([f"{first.model} on {said}"], results)
+        yield f"{line}; bandwidth of a node" if axis.path == "inter.bandwidth" else line
+
+
+def _compared(
+    group: Sequence[Solved], short: Mapping[str, str]
+) -> tuple[Sequence[str], list[list[str]]]:
+    """A row for each strategy and value of a target."""
+    axis = group[0].axis
+    here = next((solved.now for solved in group if solved.now is not None), None)
+    pairs = [(solved, answer) for solved in group for answer in solved.answers]
+    several = len({(solved.target.name, answer.value) for solved, answer in pairs}) > 1
+    least = all(a.met and len(a.met) == 1 and a.met[0].open_high for _, a in pairs)
+    columns = ["strategy", *(["target"] if several else [])]
+    columns += ["at least" if least else axis.path, "90 % range", "best"]
+    columns += [] if here is None else [f"at {axis.shown(here)}"]
+    rows = []
+    for solved, answer in pairs:
+        metric = solved.target.metric
+        limit = f"{solved.target.name} {metric.shown(answer.value, solved.currency)}"
+        reached = _spans(answer.met, axis) if answer.met else "none"
+        row = [
+            short[strategy_title(solved.case.strategy)],
+            *([limit] if several else []),
+            reached.removeprefix("at least ") if least else reached,
+            interval(answer, axis) or "-",
+            "-" if solved.best is None else _figure(solved, solved.best[1], None),
+        ]
+        rows.append(row if here is None else [*row, _now(solved)])
+    return columns, rows
+
+
+def _now(solved: Solved) -> str:
+    """The figure with what the cluster has, and its interval."""
+    if solved.now is None:
+        return "-"
+    figure, band = solved.at(solved.now)
+    return "does not fit" if figure is None else _figure(solved, figure, band)
+
+
+def _figure(solved: Solved, figure: float, band: tuple[float, float] | None) -> str:
+    """A figure with its ends; of a share with three digits, and no more than all of it."""
+    metric = solved.target.metric
+    if metric.unit != "share":
+        shown = metric.shown(figure, solved.currency)
+        ends = [metric.shown(end, solved.currency) for end in band or ()]
+    else:
+        shown = f"{100 * figure:.3g} %"
+        ends = [f"{100 * min(1.0, end):.3g}" for end in band or ()]
+    return f"{shown} ({' to '.join(ends)})" if ends else shown
+
+
+def _rows(
+    group: Sequence[Solved],
+    leading: Solved,
+    results: Mapping[str, Result],
+    short: Mapping[str, str],
+) -> Iterator[tuple[str, str]]:
+    """What a decision needs beside the answer."""
+    axis, shown = leading.axis, list(results.values())
+    if leading.now is not None and len(group) == 1:
+        here = f"{axis.path} {axis.shown(leading.now)}"
+        yield "as it is", f"{here}: {leading.target.name} {_now(leading)}"
+    if shown:
+        yield from _of_cases(leading, results, short)
+    yield "counted", _counted(leading, shown)
+    size = leading.case.load()[0].value.layout.world_size
+    edge = crossing(_headline(leading).met)
+    if axis.path == "gpus" and edge is not None and edge > size:
+        yield "what-if", f"the cluster has {counted(size, 'GPU')}; more are a what-if"
+    yield "range", _range(leading)
+    entries = [
+        Simulated(name=title, label=title, method=title, case=solved.case, result=results[title])
+        for solved in group
+        if (title := strategy_title(solved.case.strategy)) in results
+    ]
+    best = [entry for entry in entries if entry.case == leading.case]
+    if best:
+        yield from shared_rows(best[0], entries)
+
+
+def _of_cases(
+    leading: Solved, results: Mapping[str, Result], short: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Of the cases as they are: what they cost, whether they fit, and their batch."""
+    shown = list(results.values())
+    price, first = leading.case.load()[0].value.price_per_gpu, shown[0]
+    if price:
+        edge = crossing(_headline(leading).met) if leading.axis.path == "gpus" else None
+        gpus = first.gpus if edge is None else round(edge)
+        hourly = f"{price * 3600 * gpus:,.2f} {first.currency} an hour"
+        yield "cost", f"{hourly} for {counted(gpus, 'GPU')}"
+    fullest = max(results, key=lambda title: results[title].memory_bytes_per_gpu["total"])
+    which = f"; {short[fullest]}" if len(results) > 1 else ""
+    yield "memory", f"{memory(results[fullest])}, as it is{which}"
+    yield "batch", batch_row(shown)
+
+
+def _counted(solved: Solved, shown: Sequence[Result]) -> str:
+    """What the figures count, and what not."""
+    cluster, needs = solved.case.load()[0].value, solved.target.metric.needs
+    counts, leaves = ["communication, uneven nodes"], ["data"]
+    if needs in {"tokens", "failures"} and cluster.failures is not None:
+        counts.append("failures")
+    elif needs == "tokens" and cluster.count_failures:
+        counts.append("failures of what takes more than a week")
+    else:
+        leaves.insert(0, "failures")
+    if needs != "tokens" and any((result.workers or 1) > 1 for result in shown):
+        leaves.append("that a step of local updates is worth less")
+    return f"{', '.join(counts)}; not: {', '.join(leaves)}"
+
+
+def _range(solved: Solved) -> str:
+    """Where the interval comes from."""
+    scaling, answer = error_model().scaling, _headline(solved)
+    if answer.sure is None:
+        return ""
+    if solved.target.metric.ends is None or scaling is None:
+        return "by the error of tokens/s"
+    return (
+        "of what both sides do not share: errors of"
+        f" {scaling.runs:,} published ratios of a job on two numbers of GPUs (docs/stacks.md)"
+    )

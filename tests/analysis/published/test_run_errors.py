@@ -24,6 +24,7 @@ from co2sim.prediction.intervals import (
     EXPERT_ERROR,
     EXPERT_RUNS,
     ErrorModel,
+    ScalingErrors,
     Situation,
     error_model,
 )
@@ -106,6 +107,60 @@ def test_the_model_of_errors_finds_how_errors_were_made(seed: int) -> None:
     model, (situations, errors) = ErrorModel(found, factor, ()), drawn(3000)
     inside = np.abs(errors) <= [model.reach(one) for one in situations]
     assert inside.mean() == pytest.approx(0.9, abs=0.025)
+
+
+@pytest.mark.parametrize("seed", [6, 7])
+def test_the_error_of_ratios_is_found_again_and_covers_new_ones(seed: int) -> None:
+    """Drawn with a variance that grows with the loss; nine of ten of another draw are inside."""
+    chance = np.random.default_rng(seed)
+
+    def drawn(count: int) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+        ratios, nodes = np.exp(-chance.uniform(0, 0.4, count)), 2 ** chance.integers(1, 8, count)
+        sigma = np.hypot(0.02, 0.1 * np.sqrt(-np.log(ratios) * np.log2(nodes)))
+        return ratios, nodes, ratios * np.exp(sigma * chance.standard_t(5, count))
+
+    ratios, nodes, there = drawn(4000)
+    parts = [ScalingErrors.parts(r, int(n)) for r, n in zip(ratios, nodes, strict=True)]
+    found, factor = run_errors.likeliest(parts, np.log(ratios / there), np.ones(4000))
+    assert found["lost"] == pytest.approx(0.1, rel=0.1)
+    errors = ScalingErrors(**found, factor=factor, runs=4000)
+    ratios, nodes, there = drawn(4000)
+    inside = [
+        errors.ends(ratio, int(n))[0] <= measured
+        for ratio, n, measured in zip(ratios, nodes, there, strict=True)
+    ]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
+
+
+def test_ratios_are_of_one_job_on_two_numbers_of_gpus() -> None:
+    """Nothing but GPUs and micro-steps differs; what both are off by is in no ratio."""
+    known = [run for run in RUNS if run.paper in {"atorch", "torchtitan_h100"}]
+    values = [stack_fit.record().left_out[run.paper] for run in known]
+    results = stack_fit.predictions(known, values, 1, "predicting")
+    pairs = run_errors.scalings(known, results)
+    assert len(pairs) == 14
+    twice = [
+        run.changed(tokens_per_s_per_gpu=2 * run.tokens_per_s_per_gpu)  # type: ignore[operator]
+        for run in known
+    ]
+    assert [pair.error for pair in run_errors.scalings(twice, results)] == pytest.approx(
+        [pair.error for pair in pairs]
+    )
+    assert all(abs(pair.error) < 0.05 for pair in pairs)
+    rows = run_errors.compared_scalings(known, results)
+    assert all(row.low <= row.predicted <= row.high for row in rows)
+
+
+@pytest.mark.nightly
+def test_the_coverage_of_ratios_is_that_of_the_docs() -> None:
+    """Of all published ratios, their source left out of the fit and of the interval."""
+    values = [stack_fit.record().left_out[run.paper] for run in RUNS]
+    rows = run_errors.compared_scalings(RUNS, stack_fit.predictions(RUNS, values, 1, "predicting"))
+    inside = np.mean([row.low <= row.published <= row.high for row in rows])
+    text = Path("docs/stacks.md").read_text("utf-8")
+    said = text.partition("## How far off ratios are")[2].partition("| all | ")[2].split(" | ")
+    assert int(said[0]) == len(rows) == error_model().scaling.runs  # type: ignore[union-attr]
+    assert float(said[3].rstrip(" %")) == pytest.approx(100 * inside, abs=0.5)
 
 
 def test_intervals_of_a_source_do_not_know_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import predict as module
 from co2sim.prediction.job import stage_of
-from co2sim.prediction.predict import stage_figures
+from co2sim.prediction.predict import one_turn, stage_figures
 from co2sim.prediction.result import Result
 from co2sim.schedule.mesh import Mesh, Pipeline, ends
 from co2sim.simulation import metrics
@@ -281,6 +281,9 @@ LONG = [
     "diloco(tau=12,fragments=2,delay=1)",
     "co2(tau=18,delay=2,worker=node)",
     "diloco(tau=16,delay=1)",
+    "co2(tau=12,delay=1,fragments=12,worker=node)",
+    "co2(tau=12,delay=5,fragments=6)",
+    "diloco(tau=12,delay=7,fragments=12)",
 ]
 """Strategies whose local steps are many, too."""
 
@@ -309,7 +312,7 @@ def figures_of(job: dict[str, Any], *, whole: bool = False) -> Result:
     inter = Link(*(options.pop(name) for name in ("bandwidth", "latency")))
     inter = replace(inter, busy_efficiency=options.pop("busy_efficiency"))
     cluster = tiny.cluster(4, 4, inter=inter, interference=options.pop("interference"))
-    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9}
+    fewest = {"_FEWEST": 10**9, "_LOCAL_STEPS": 10**9, "one_turn": lambda _: None}
     with patch.multiple(module, **fewest) if whole else nullcontext():
         return simulate(cluster, MODEL, **options)
 
@@ -331,6 +334,35 @@ def test_a_few_micro_steps_give_the_figures_of_all(job: dict[str, Any]) -> None:
     assert few.breakdown_s == pytest.approx(whole.breakdown_s, rel=1e-9, abs=slack)
     assert few.memory_bytes_per_gpu == whole.memory_bytes_per_gpu
     assert few.warnings == whole.warnings
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(16, 1), (8, 5), (4, 16), (16, 16)])
+def test_a_round_of_alike_local_steps_is_a_turn_of_them(fragments: int, delay: int) -> None:
+    """Times as long: pieces of equal size, each averaged behind as many local steps."""
+    strategy = f"co2(tau=16,delay={delay},fragments={fragments},worker=node)"
+    case = Question(cluster=tiny.cluster(4, 2), model=tiny.model(), strategy=strategy)
+    stage = case.job().stage()
+    turn = one_turn(stage.schedule)
+    assert turn is not None
+    assert turn.steps == 16 // fragments
+    whole, short = (
+        Simulator(RunOptions(), replace(stage, schedule=schedule), None).until_steady()
+        for schedule in (stage.schedule, turn)
+    )
+    assert whole[2]
+    assert short[2]
+    rounds = [
+        metrics.window(found[0], schedule, 1).round_time
+        for found, schedule in ((whole, stage.schedule), (short, turn))
+    ]
+    assert rounds[0] == pytest.approx(fragments * rounds[1], rel=1e-9)
+
+
+def test_a_round_of_unlike_local_steps_has_no_turn() -> None:
+    """One average behind the last of them, or as many pieces as do not divide them."""
+    for options in ("tau=8,fragments=1,delay=1", "tau=8,fragments=3,delay=1"):
+        case = Question(cluster=tiny.cluster(4, 1), model=MODEL, strategy=f"co2({options})")
+        assert one_turn(case.job().stage().schedule) is None
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "co2.published(tau=2)"])

@@ -172,11 +172,11 @@ def test_an_interrupted_sweep_says_so_on_its_page(
     """The cases that were done; where none gave a result there is no page."""
     calls: list[Question] = []
 
-    def stopping(case: Question) -> Result:
+    def stopping(case: Question, *, beside: bool) -> Result:
         calls.append(case)
         if len(calls) % 4 == 0:
             raise KeyboardInterrupt
-        return run(case)
+        return run(case, beside=beside)
 
     monkeypatch.setattr(run_all, "run", stopping)
     assert cli(*SWEEP, "--report", "r.html").code == 130

@@ -14,9 +14,11 @@ from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from co2sim.common.units import parse
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.goodput import goodput_of
+from co2sim.prediction.intervals import efficiency_ends, error_model
 from co2sim.prediction.question import Question
 from co2sim.simulation.noise import Noise
 from co2sim.studies.candidates import command_of
@@ -58,7 +60,7 @@ STRATEGIES = ["ddp", "zero1", "zero3", "zeropp", "fsdp", "local_sgd(tau=3)", "co
 def test_what_it_finds_gives_the_target(
     strategy: str, bandwidth: float, layout: tuple[int, int], name: str
 ) -> None:
-    """The figure at a bandwidth, solved for, and run again: the same within 0.1 %."""
+    """The figure at a bandwidth, solved for, and run again: the same within the search."""
     case = tiny_case(strategy, cluster=roomy(*layout))
     axis = axis_of(case, "inter.bandwidth", f"{bandwidth / 20!r} B/s", f"{bandwidth * 20!r} B/s")
     metric = METRICS[name]
@@ -73,10 +75,10 @@ def test_what_it_finds_gives_the_target(
     assert answer.met, "the bandwidth itself meets it"
     first = answer.met[0]
     assert first.open_high
-    assert first.low <= bandwidth * (1 + 1e-6)
+    assert first.low <= bandwidth * (1 + 1e-3)
     if not first.open_low:
-        assert figure(first.low) == pytest.approx(goal, rel=1e-3)
-        less = figure(first.low * (1 - 1e-5))
+        assert figure(first.low) == pytest.approx(goal, rel=1e-2)
+        less = figure(first.low * (1 - 1.5e-3))
         assert not Target(name, (goal,)).met(less, goal), "no less does"
 
 
@@ -90,7 +92,8 @@ def test_a_blocking_average_needs_the_bandwidth_of_its_closed_form(tau: int, sha
     target = f"utilization={100 * share}%"
     (answer,) = found_for(case, "inter.bandwidth", target, "1 MB/s", "1e6 GB/s").answers
     (span,) = answer.met
-    assert span.low == pytest.approx(expected, rel=1e-6)
+    assert span.low == pytest.approx(expected, rel=2e-3)
+    assert span.low >= expected * (1 - 1e-9)
     assert span.open_high
 
 
@@ -195,6 +198,105 @@ def test_what_binds_is_what_moves_the_figure() -> None:
     assert name in {"intra.bandwidth", "intra.latency", "inter.latency"}
 
 
+# --- ranges of ratios ---------------------------------------------------------------------------
+
+
+@given(st.floats(0.01, 0.999), st.floats(0.3, 3.0), st.integers(2, 64))
+def test_the_range_of_an_efficiency_has_no_shared_error(
+    ratio: float, speed: float, nodes: int
+) -> None:
+    """GPUs that are all faster, or slower, change neither the ratio nor its range."""
+    alone = driver.run(tiny_case("ddp"))
+    many = replace(alone, gpus=4 * nodes, nodes=nodes, tokens_per_s_per_gpu=ratio)
+    many = replace(many, tokens_per_s=1.0, tokens_per_s_low=0.2, tokens_per_s_high=5.0)
+    alone = replace(alone, tokens_per_s_per_gpu=1.0)
+    faster = [
+        replace(result, tokens_per_s_per_gpu=result.tokens_per_s_per_gpu * speed)
+        for result in (many, alone)
+    ]
+    ends = efficiency_ends(many, alone)
+    assert ends is not None
+    assert efficiency_ends(*faster) == pytest.approx(ends, rel=1e-9)
+    assert ends[0] <= ratio <= ends[1]
+
+
+def test_a_ratio_is_no_surer_than_it_was_measured_but_surer_than_its_sides() -> None:
+    """One of the same speed is as sure as published numbers; none is wider than the throughput."""
+    scaling = error_model().scaling
+    assert scaling is not None
+    low, high = scaling.ends(1.0, 8)
+    assert low == pytest.approx(math.exp(-scaling.factor * scaling.any))
+    assert high == pytest.approx(1 / low)
+    assert scaling.waiting(0.0, 8) == (0.0, 0.0)
+    case = Question(cluster="dgx-h100", model="gpt2-xl", strategy="fsdp", gpus=64)
+    many, alone = (driver.run(replace(case, gpus=gpus)) for gpus in (64, 8))
+    ends = efficiency_ends(many, alone)
+    assert ends is not None
+    assert many.tokens_per_s_low is not None
+    assert many.tokens_per_s_high is not None
+    assert ends[1] / ends[0] < many.tokens_per_s_high / many.tokens_per_s_low
+
+
+def test_the_edge_of_a_ratio_has_a_range_on_both_sides() -> None:
+    """Where the number can make up for what is not shared, no end says that none is enough."""
+    case = Question(cluster="dgx-h100", model="gpt2-xl", strategy="fsdp", gpus=32)
+    solved = found_for(case, "inter.bandwidth", "efficiency=85%", "1 Gbit/s", "100 Tbit/s")
+    (answer,) = solved.answers
+    assert answer.hoped[0].low < answer.met[0].low < answer.sure[0].low
+    assert answer.sure[0].open_high
+
+
+@FEWER
+@given(
+    st.floats(1e-9, 1e15),
+    st.sampled_from(["up", "down"]),
+    st.sampled_from(["inter.bandwidth", "inter.latency"]),
+)
+def test_a_value_is_rounded_to_the_side_that_meets_the_target(
+    value: float, way: str, path: str
+) -> None:
+    """To three digits; what is written is read again as the same number."""
+    axis, up = axis_of(tiny_case("ddp"), path), way == "up"
+    rounded = axis.rounded(value, up=up)
+    assert rounded == pytest.approx(value, rel=1e-2)
+    assert (rounded >= value * (1 - 1e-9)) if up else (rounded <= value * (1 + 1e-9))
+    assert parse(axis.written(rounded), axis.unit) == pytest.approx(rounded, rel=1e-8)
+
+
+# --- the first screen ---------------------------------------------------------------------------
+
+SCREENS = [
+    "inter.bandwidth -c dgx-h100 -m llama3-8b -g 64 -s co2:tau=48,worker=node -s fsdp -s zero3",
+    "inter.bandwidth -c dgx-h100 -m gpt2-xl -g 64 -s fsdp",
+    "gpus --for days=30 --tokens 2T -c dgx-h100 -m llama3-8b -s fsdp --set price_per_gpu=2USD/h",
+    "strategy.tau --for exposed=5%,1% -c a100-tcp80 -m gpt2-xl -g 64 -s local_sgd:tau=1 -s co2",
+    "micro_batch --for fits -c dgx-h100 -m llama3-8b -s fsdp",
+]
+
+
+@pytest.mark.parametrize("asked", SCREENS[1:3])
+def test_the_answer_is_on_a_screen(asked: str, cli: Command) -> None:
+    """At most 15 lines of 100 columns; all of it is longer, and begins with the same answer."""
+    ended = cli("solve", *shlex.split(asked))
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 100
+    every = cli("solve", *shlex.split(asked), "--full").out.splitlines()
+    assert len(every) > len(lines)
+    assert every[0] == lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [SCREENS[0], *SCREENS[3:]])
+def test_the_answer_of_several_cases_is_on_a_screen(asked: str, cli: Command) -> None:
+    """The same with strategies and values beside each other."""
+    ended = cli("solve", *shlex.split(asked))
+    assert ended.code == 0, ended.err
+    assert len(ended.out.splitlines()) <= 15
+    assert max(map(len, ended.out.splitlines())) <= 100
+
+
 # --- levers and commands ------------------------------------------------------------------------
 
 
@@ -247,9 +349,6 @@ def test_the_command_of_a_case_repeats_it(case: Question, cli: Command) -> None:
     printed = json.loads(ended.out)
     printed.pop("verdict", None)
     assert printed == json.loads(json.dumps(driver.run(case).to_dict()))
-
-
-# --- the command --------------------------------------------------------------------------------
 
 
 # --- failures -----------------------------------------------------------------------------------
