@@ -294,7 +294,7 @@ class Shared:
     def _fewer(self, job: Job) -> Job:
         """The job on a rounder number of nodes, at most as many: collectives take no less on more.
 
-        So many numbers of nodes share a bound that is hardly lower.
+        Numbers of nodes that are near each other share a bound, which is hardly lower.
         """
         nodes, cluster = job.stage_cluster.nodes, job.cluster
         fewer = nodes >> (shift := max(0, nodes.bit_length() - _DIGITS)) << shift

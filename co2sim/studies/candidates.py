@@ -283,7 +283,7 @@ class Setup:
     """Cluster, GPUs, strategy and what these divide: its candidates share all but their passes.
 
     `case`, as the job `sized`, has one micro-step of one sample, and what stands in its files in
-    place of the names that the `job` has. `between`: nobody named its number of GPUs, and it is no
+    place of the names that the `job` has. `between`: its number of GPUs is neither given nor a
     doubled one. `samples` of the `global_batch` are of GPUs that train
     together; these take them in any of `micro_batches`, with any of `recomputes`.
     """
