@@ -4,10 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from co2sim.common.errors import Co2simError
 from co2sim.hardware.cluster import Cluster
@@ -26,9 +23,10 @@ from co2sim.studies.candidates import Candidate, Objective
 from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.targets import Axis, axis_of
 
-_MAX_REACH = 100.0
-"""How far bandwidths are searched: from a hundredth to a hundred times what is there."""
-_POINTS = 3
+_REACH = 10.0
+"""How far bandwidths are searched: from a tenth to ten times what is there."""
+_OFTEN = 100.0
+"""The same of how often parts fail."""
 _NEAR = 2e-2
 """How exactly they are found."""
 
@@ -62,8 +60,8 @@ def break_even(choice: Candidate, other: Candidate, wanted: Objective) -> list[B
     """All numbers that can turn the answer, each alone.
 
     Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
-    by simulation of both options from a hundredth to a hundred times what is there; how often its
-    parts fail, from a hundredth to a hundred times as often.
+    by simulation of both options from a tenth to ten times what is there; how often its parts fail,
+    from a hundredth to a hundred times as often.
     """
     ratio = other.score(wanted.want) / choice.score(wanted.want)
     return [
@@ -129,7 +127,7 @@ def _bandwidths(
             its = _score(other, axis.at(other.case, value), wanted) if both else None
             return math.log(mine / (other.score(wanted.want) if its is None else its))
 
-        for end in _turns(behind, now, -math.log(ratio)):
+        for end in _turns(behind, now, -math.log(ratio), _REACH):
             yield _turn(f"{path} of {offer_name(choice.case.cluster)}", now, end, axis.shown)
 
 
@@ -146,7 +144,7 @@ def _failures(
         its = _failing(other, times, wanted) if both else other.score(wanted.want)
         return math.log(mine / its)
 
-    for times_there in _turns(behind, 1.0, -math.log(ratio)):
+    for times_there in _turns(behind, 1.0, -math.log(ratio), _OFTEN):
         what = f"the rate of failures on {offer_name(choice.case.cluster)}"
         turn = _turn(what, 1.0, times_there, "{:.3g} times the stated one".format)
         yield replace(turn, shown_now="as stated")
@@ -166,7 +164,9 @@ def _failing(option: Candidate, times: float, wanted: Objective) -> float:
     return replace(option, totals=totals).score(wanted.want)
 
 
-def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterator[float]:
+def _turns(
+    behind: Callable[[float], float], now: float, here: float, reach: float
+) -> Iterator[float]:
     """The nearest values below and above at which it stops being below 0; it is `here` now."""
     from scipy.optimize import brentq  # noqa: PLC0415 - 0.2 s that no help needs
 
@@ -174,12 +174,10 @@ def _turns(behind: Callable[[float], float], now: float, here: float) -> Iterato
     def at(distance: float) -> float:
         return behind(now * math.exp(distance)) if distance else here
 
-    for reach in (1 / _MAX_REACH, _MAX_REACH):
+    for far in (-math.log(reach), math.log(reach)):
         try:
-            for near, far in pairwise(np.linspace(0, math.log(reach), _POINTS).tolist()):
-                if at(far) > 0:
-                    yield now * math.exp(brentq(at, near, far, xtol=_NEAR))
-                    break
+            if at(far) > 0:
+                yield now * math.exp(brentq(at, 0, far, xtol=_NEAR))
         except (Co2simError, ValueError):  # one of them cannot be had there
             continue
 
