@@ -281,6 +281,7 @@ Sources = Annotated[
 ]
 
 
+_Memory = Annotated[bool, typer.Option("--memory", help="Compare the peak of memory instead.")]
 _Ratios = Annotated[
     bool,
     typer.Option(
@@ -310,10 +311,7 @@ def runs(  # noqa: PLR0917 - one argument per option
             " calibrate` does, and predict the larger ones.",
         ),
     ] = False,
-    memory: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option("--memory", help="Compare the peak of memory instead."),
-    ] = False,
+    memory: _Memory = False,  # noqa: FBT002
     unfitted: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
