@@ -281,6 +281,17 @@ Sources = Annotated[
 ]
 
 
+_Memory = Annotated[bool, typer.Option("--memory", help="Compare the peak of memory instead.")]
+_Ratios = Annotated[
+    bool,
+    typer.Option(
+        "--ratios",
+        help="Compare the throughput per GPU of a job with that on fewer GPUs: the error that two"
+        " runs do not share.",
+    ),
+]
+
+
 def runs(  # noqa: PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
@@ -300,10 +311,7 @@ def runs(  # noqa: PLR0917 - one argument per option
             " calibrate` does, and predict the larger ones.",
         ),
     ] = False,
-    memory: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option("--memory", help="Compare the peak of memory instead."),
-    ] = False,
+    memory: _Memory = False,  # noqa: FBT002
     unfitted: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -312,14 +320,7 @@ def runs(  # noqa: PLR0917 - one argument per option
             " context parallelism.",
         ),
     ] = False,
-    ratios: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--ratios",
-            help="Compare the throughput per GPU of a job with that on fewer GPUs: the error that"
-            " two runs do not share.",
-        ),
-    ] = False,
+    ratios: _Ratios = False,  # noqa: FBT002
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
