@@ -22,7 +22,6 @@ from analysis.published.stack_fit import (
     SHARED,
     Shared,
     Values,
-    generation,
     log_errors,
     overrides,
     predictions,
@@ -42,13 +41,14 @@ from co2sim.prediction.intervals import (
     ScalingErrors,
     Situation,
     SourceErrors,
+    StackMemory,
     between,
     distance,
     error_model,
     read_error_model,
     setting_of,
-    shares,
 )
+from co2sim.prediction.likeness import traits_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import calibrate, moved
@@ -188,18 +188,61 @@ def _peak(result: Result, kind: str) -> float:
     return reserved(memory) if kind == "reserved" else memory["total"]
 
 
+_OF_OTHERS = 1.0
+"""What runs of all stacks weigh, together, beside those of a stack: as much as one run of it."""
+
+
 def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
-    """All runs of a source together weigh as the root of their number."""
-    errors = np.abs([math.log(row.predicted / row.cell.published) for row in rows])
-    sources = [row.cell.source for row in rows]
+    """Of all runs, and of each stack, each with how many lie in intervals without their source."""
     summary = ErrorSummary.of(rows)
+    inside = 0
+    for source in {row.cell.source for row in rows}:
+        of_source = [row for row in rows if row.cell.source == source]
+        reach, stacks = memory_reaches([row for row in rows if row.cell.source != source])
+        for row in of_source:
+            of_stack = stacks.get(_stack_name(row))
+            inside += _memory_error(row) <= (of_stack.reach if of_stack else reach)
+    reach, stacks = memory_reaches(rows)
     return MemoryErrors(
-        reach=_rounded(quantile(errors, weights(sources))),
+        reach=reach,
         mean=round(summary.mape, 4),
         bias=round(summary.median_bias, 4),
         runs=len(rows),
-        sources=len(set(sources)),
+        sources=len({row.cell.source for row in rows}),
+        inside=round(inside / len(rows), 4),
+        stacks=stacks,
     )
+
+
+def memory_reaches(rows: Sequence[CellPrediction]) -> tuple[float, dict[str, StackMemory]]:
+    """How far 90 % intervals reach: of a stack without published runs, and of those with some.
+
+    A new stack is most like a new source, so without runs of its own every source weighs as much.
+    Of a stack, all runs of a source together weigh as the root of their number, and those of all
+    stacks as one run more: few runs say little.
+    """
+    errors = np.array([_memory_error(row) for row in rows])
+    sources = [row.cell.source for row in rows]
+    each = np.array([1 / sources.count(source) for source in sources])
+    stacks = {}
+    for name in sorted({_stack_name(row) for row in rows}):
+        of_stack = np.array([_stack_name(row) == name for row in rows])
+        own = [source for source, mine in zip(sources, of_stack, strict=True) if mine]
+        weight = each * _OF_OTHERS / each.sum()
+        weight[of_stack] += weights(own)
+        stacks[name] = StackMemory(
+            reach=_rounded(quantile(errors, weight)), runs=len(own), sources=len(set(own))
+        )
+    return _rounded(quantile(errors, each)), stacks
+
+
+def _memory_error(row: CellPrediction) -> float:
+    """The size of log(published / predicted)."""
+    return abs(math.log(row.predicted / row.cell.published))
+
+
+def _stack_name(row: CellPrediction) -> str:
+    return load_stack(row.cell.setup.stack).value.name
 
 
 # --- models of errors ----------------------------------------------------------------------------
@@ -480,20 +523,14 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
     """The record of published runs beside their predictions, without their source."""
     rows = []
     for run, result in zip(runs, results, strict=True):
-        model = run.case().load()[1].value
-        tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
+        cluster, model = run.case().load()
+        traits = traits_of(cluster.value, model.value, result)
         assert run.tokens_per_s_per_gpu is not None
         row = PublishedRun(
+            **asdict(traits),
             source=title(run.paper),
-            stack=load_stack(run.stack).value.name,
-            gpu=generation(run),
             model=run.model,
-            parameters=model.parameters,
-            gpus=run.gpus,
             strategy=result.strategy,
-            shares=shares(result.strategy),
-            divided=run.tp * run.pp,
-            tokens=tokens,
             published=run.tokens_per_s_per_gpu,
             predicted=_rounded(result.tokens_per_s_per_gpu),
         )

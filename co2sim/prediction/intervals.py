@@ -25,13 +25,13 @@ import math
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
-from co2sim.models.stack import Setting, Shares
+from co2sim.models.stack import Setting, plain_name
 from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
     Calibration,
@@ -41,10 +41,18 @@ from co2sim.prediction.calibrations import (
     replaced,
     squares,
 )
+from co2sim.prediction.likeness import (
+    Difference,
+    Traits,
+    differences,
+    shares,
+    traits_of,
+    unlikeness,
+)
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import WORLD, Layout
-from co2sim.strategies import STRATEGIES, Strategy, says
+from co2sim.strategies import Strategy, says
 from co2sim.strategies.fsdp import FSDP
 
 # --- evidence -------------------------------------------------------------------------------------
@@ -54,27 +62,16 @@ EVIDENCE = "evidence.csv"
 """The record of the catalog, written by `co2analysis runs --fit`."""
 
 _OTHER = 2.0
-"""What another stack, GPU or way of sharing counts: as much as four times the parameters."""
+"""What another GPU, way of sharing or kernels count: as much as four times the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedRun:
-    """A published run and its prediction, in tokens/s of a GPU.
-
-    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
-    replicas share: nothing, optimizer states, or parameters.
-    """
+class PublishedRun(Traits):
+    """A published run and its prediction, in tokens/s of a GPU."""
 
     source: str
-    stack: str
-    gpu: str
     model: str
-    parameters: int
-    gpus: int
     strategy: str
-    shares: Shares
-    divided: int
-    tokens: float
     published: float
     predicted: float
 
@@ -83,39 +80,48 @@ class PublishedRun:
         """Predicted over published, less 1."""
         return self.predicted / self.published - 1
 
-    @cached_property
-    def setting(self) -> Setting:
-        """What it is like."""
-        names = "gpu", "gpus", "parameters", "shares", "divided", "tokens"
-        return Setting(**{name: getattr(self, name) for name in names})
-
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A published run, and how far it is from a question: 1 is twice as many of something."""
+    """A published run, and how far it is from a case: 1 is twice as many parameters.
+
+    `differences` are between the case and the run, the largest first, and `speed` is what is
+    predicted for the case, in tokens/s of a GPU (None for what has no tokens).
+    """
 
     run: PublishedRun
     distance: float
+    differences: tuple[Difference, ...]
+    speed: float | None
 
     def __str__(self) -> str:
-        """What ran, how far off its prediction was, and its source."""
+        """What ran how fast, why the case is not as fast, and how far off the prediction was."""
         run = self.run
+        yours = "" if self.speed is None else f", yours {self.speed:,.0f}"
         return (
-            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}, predicted"
+            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: published"
+            f" {run.published:,.0f} tokens/s a GPU{yours}{self.because}; it was predicted"
             f" {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'} ({run.source};"
-            f" distance {self.distance:.1f}, 0 is the same run, 2 another stack or GPU)"
+            f" distance {self.distance:.1f})"
         )
 
+    @property
+    def because(self) -> str:
+        """The largest differences, behind the two speeds."""
+        if not self.differences:
+            return ": the same run"
+        more = ", ..." if len(self.differences) > _DIFFERENCES else ""
+        return f", because: {', '.join(map(str, self.differences[:_DIFFERENCES]))}{more}"
 
-def shares(strategy: str) -> Shares:
-    """What the replicas of a strategy share, by its name; "other" of what is not built in."""
-    kind = STRATEGIES.get(strategy.partition("(")[0].partition(":")[0])
-    return getattr(kind, "shares", "other")
+
+_DIFFERENCES = 3
+"""Differences that are named."""
 
 
 _KINDS: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("parameters", "gpus", "divided"), int),
-    **dict.fromkeys(("tokens", "published", "predicted"), float),
+    **dict.fromkeys(("parameters", "gpus", "divided", "micro_batch"), int),
+    **dict.fromkeys(("sequence", "batch", "watts", "memory_bandwidth"), float),
+    **dict.fromkeys(("published", "predicted"), float),
 }
 
 
@@ -199,16 +205,18 @@ def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float,
 def nearest(case: Question, result: Result, count: int = 5) -> list[Near]:
     """The published runs that are most like a case, the nearest first."""
     cluster, model = case.load()
-    return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]
-
-
-def nearest_to(setting: Setting, result: Result) -> list[Near]:
-    """All published runs, the nearest first."""
-    runs = [
-        Near(run, distance(run.setting, setting) + _OTHER * (run.stack != result.stack))
-        for run in published_runs()
+    here = traits_of(cluster.value, model.value, result)
+    speed = result.tokens_per_s_per_gpu if result.unit == "token" else None
+    return [
+        Near(run, distance, tuple(differences(here, run)), speed)
+        for distance, run in by_distance(here)[:count]
     ]
-    return sorted(runs, key=lambda near: near.distance)
+
+
+def by_distance(here: Traits) -> list[tuple[float, PublishedRun]]:
+    """All published runs with their distance, the nearest first."""
+    runs = [(round(unlikeness(here, run), 6), run) for run in published_runs()]
+    return sorted(runs, key=lambda pair: pair[0])
 
 
 def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
@@ -217,7 +225,7 @@ def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
         (
             row.run.source,
             f"{row.run.model}, {row.run.gpus:,} {row.run.gpu}, {row.run.strategy}",
-            row.run.stack,
+            "; ".join(map(str, row.differences[:_DIFFERENCES])) or "nothing",
             f"{row.run.published:,.0f}",
             f"{row.run.predicted:,.0f}",
             f"{row.run.error:+.0%}",
@@ -227,7 +235,7 @@ def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
     ]
 
 
-EVIDENCE_COLUMNS = ("source", "run", "stack", "published", "predicted", "error", "distance")
+EVIDENCE_COLUMNS = ("source", "run", "yours has", "published", "predicted", "error", "distance")
 
 
 # --- the model of errors --------------------------------------------------------------------------
@@ -387,11 +395,22 @@ class ScalingErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackMemory:
+    """How far a 90 % interval of the memory of runs of a stack reaches, and of how many it is."""
+
+    reach: float
+    runs: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryErrors:
     """Errors of the peak of memory on published runs, of which it is known.
 
-    A 90 % interval of log(published / predicted) reaches `reach` to both sides. `mean` is that of
-    absolute errors, `bias` the median of signed ones.
+    A 90 % interval of log(published / predicted) reaches `reach` to both sides for a stack of which
+    no memory is published; `stacks` are those of the others, by name. `mean` is that of absolute
+    errors, `bias` the median of signed ones. `inside` is the share of these runs in intervals that
+    were made without their source.
     """
 
     reach: float
@@ -399,6 +418,19 @@ class MemoryErrors:
     bias: float
     runs: int
     sources: int
+    inside: float
+    stacks: Mapping[str, StackMemory]
+
+    def of(self, stack: str) -> tuple[float, str]:
+        """How far the interval reaches for a stack, calibrated or not, and its source as a text."""
+        of_stack = self.stacks.get(plain_name(stack))
+        if of_stack is None:
+            return self.reach, (
+                f"no memory of runs of this stack is published: errors on {self.runs} of"
+                f" {counted(self.sources, 'source')} of others"
+            )
+        runs, sources = counted(of_stack.runs, "published run"), counted(of_stack.sources, "source")
+        return of_stack.reach, f"errors of the memory of {runs} of this stack, of {sources}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,10 +477,15 @@ def read_error_model(entry: Mapping[str, Any]) -> ErrorModel:
     own, pairs = (
         DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
     )
-    memory = MemoryErrors(**entry["memory"]) if "memory" in entry else None
+    memory = _memory_errors(entry["memory"]) if "memory" in entry else None
     scaling = ScalingErrors(**entry["scaling"]) if "scaling" in entry else None
     factor = float(entry["interval_factor"])
     return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory, scaling)
+
+
+def _memory_errors(entry: Mapping[str, Any]) -> MemoryErrors:
+    stacks = {name: StackMemory(**one) for name, one in entry["stacks"].items()}
+    return MemoryErrors(**{**entry, "stacks": stacks})
 
 
 @cache

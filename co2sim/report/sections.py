@@ -200,7 +200,7 @@ def trust(
         first = shown[0]
         note = (
             f"The published runs that are most like {first.strategy} on {first.cluster}. A distance"
-            " of 1 is twice as many parameters, or four times as many GPUs or tokens of a pass;"
+            " of 1 is twice as many parameters, or four times as many GPUs or samples of a pass;"
             " another stack, GPU or way of sharing counts 2."
         )
         near = nearest(first.case, first.result)

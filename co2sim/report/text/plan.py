@@ -196,17 +196,8 @@ def words(
 def _room(choice: Candidate) -> str:
     """How much of the memory of a GPU it takes, and whether published runs are near."""
     result = choice.result
-    size, room = (
-        scaled(result.memory_bytes_per_gpu["total"], "B"),
-        scaled(result.gpu_memory_bytes, "B"),
-    )
-    text = f"Memory: {size} of the {room} of a GPU, {result.misfit or result.memory_fit}"
-    if result.memory_bytes_low is not None and result.memory_bytes_high is not None:
-        ends = scaled(result.memory_bytes_low, "B"), scaled(result.memory_bytes_high, "B")
-        text += f" (90 %: {ends[0]} to {ends[1]})"
-    if result.unlike_published:
-        return f"{text}. No published run is near it: test it first."
-    return f"{text}." if result.memory_fit == "fits" else f"{text}. Test it on one node first."
+    text = f"Memory of a GPU: {result.memory_answer}."
+    return f"{text} No published run is near it: test it first." * result.unlike_published or text
 
 
 def doubts(answer: Recommendation) -> list[str]:
