@@ -444,7 +444,8 @@ def _evidence(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> dict[P
 def _memory_errors(every: Sequence["TrainingRun"], jobs: int) -> "MemoryErrors":
     from analysis.published import run_errors  # noqa: PLC0415 - scipy
 
-    return run_errors.memory_errors([row for _, row in run_errors.run_memories(every, jobs)])
+    peaks = [row for _, row in run_errors.run_memories(every, jobs)]
+    return run_errors.memory_errors(peaks, run_errors.memory_bounds(every, jobs))
 
 
 def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) -> None:

@@ -166,19 +166,37 @@ def run_memories(
     runs: Sequence[TrainingRun], jobs: int
 ) -> list[tuple[TrainingRun, CellPrediction]]:
     """Peaks of the published kind, in GiB: of runs that can be expressed but for `_HARMLESS`."""
-    expressible = [
-        run
-        for run in runs
-        if run.memory_gib is not None and run.cluster and _HARMLESS.issuperset(run.needs)
-    ]
-    plain = [
-        run.changed(precision="bf16") if run.precision == "fp8" else run for run in expressible
-    ]
-    results = predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
+    some = [run for run in runs if run.memory_gib is not None and _expressed(run)]
     return [
         (run, CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB))
-        for run, result in zip(expressible, results, strict=True)
+        for run, result in zip(some, _simulated(some, jobs), strict=True)
     ]
+
+
+def memory_bounds(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]:
+    """Runs that show that a prediction is wrong, though their peak of memory is not published.
+
+    They ran with less than they were predicted to need, or ran out of memory with more: their error
+    is at least what lies between the memory of the GPU, which stands for the peak, and that.
+    """
+    some = [run for run in runs if run.memory_gib is None and _expressed(run)]
+    rows = []
+    for run, result in zip(some, _simulated(some, jobs), strict=True):
+        if result.fits_in_memory == run.out_of_memory:
+            room = result.gpu_memory_bytes / GIB
+            cell = cell_of_run(run.changed(memory_gib=room), "memory_gib")
+            rows.append(CellPrediction(cell, result.memory_bytes_per_gpu["total"] / GIB))
+    return rows
+
+
+def _expressed(run: TrainingRun) -> bool:
+    return bool(run.cluster) and _HARMLESS.issuperset(run.needs)
+
+
+def _simulated(runs: Sequence[TrainingRun], jobs: int) -> list[Result]:
+    """As in bf16 where a run was in fp8."""
+    plain = [run.changed(precision="bf16") if run.precision == "fp8" else run for run in runs]
+    return predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
 
 
 def _peak(result: Result, kind: str) -> float:
@@ -192,17 +210,20 @@ _OF_OTHERS = 1.0
 """What runs of all stacks weigh, together, beside those of a stack: as much as one run of it."""
 
 
-def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
-    """Of all runs, and of each stack, each with how many lie in intervals without their source."""
+def memory_errors(rows: Sequence[CellPrediction], bounds: Sequence[CellPrediction]) -> MemoryErrors:
+    """Of all runs, and of each stack; and how many lie in intervals without their source."""
     summary = ErrorSummary.of(rows)
     inside = 0
     for source in {row.cell.source for row in rows}:
-        of_source = [row for row in rows if row.cell.source == source]
-        reach, stacks = memory_reaches([row for row in rows if row.cell.source != source])
-        for row in of_source:
-            of_stack = stacks.get(_stack_name(row))
-            inside += _memory_error(row) <= (of_stack.reach if of_stack else reach)
-    reach, stacks = memory_reaches(rows)
+        others, other_bounds = (
+            [row for row in some if row.cell.source != source] for some in (rows, bounds)
+        )
+        reach, stacks = memory_reaches(others, other_bounds)
+        for row in rows:
+            if row.cell.source == source:
+                of_stack = stacks.get(_stack_name(row))
+                inside += _memory_error(row) <= (of_stack.reach if of_stack else reach)
+    reach, stacks = memory_reaches(rows, bounds)
     return MemoryErrors(
         reach=reach,
         mean=round(summary.mape, 4),
@@ -214,26 +235,36 @@ def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
     )
 
 
-def memory_reaches(rows: Sequence[CellPrediction]) -> tuple[float, dict[str, StackMemory]]:
+def memory_reaches(
+    rows: Sequence[CellPrediction], bounds: Sequence[CellPrediction] = ()
+) -> tuple[float, dict[str, StackMemory]]:
     """How far 90 % intervals reach: of a stack without published runs, and of those with some.
 
     A new stack is most like a new source, so without runs of its own every source weighs as much.
-    Of a stack, all runs of a source together weigh as the root of their number, and those of all
-    stacks as one run more: few runs say little.
+    Of a stack, all runs of a source together weigh as the root of their number, `bounds` of it
+    included, and those of all stacks as one run more: few runs say little.
     """
     errors = np.array([_memory_error(row) for row in rows])
     sources = [row.cell.source for row in rows]
     each = np.array([1 / sources.count(source) for source in sources])
     stacks = {}
     for name in sorted({_stack_name(row) for row in rows}):
-        of_stack = np.array([_stack_name(row) == name for row in rows])
-        own = [source for source, mine in zip(sources, of_stack, strict=True) if mine]
-        weight = each * _OF_OTHERS / each.sum()
-        weight[of_stack] += weights(own)
+        own, more = ([row for row in some if _stack_name(row) == name] for some in (rows, bounds))
+        of_stack = [row.cell.source for row in (*own, *more)]
+        of_own = [_memory_error(row) for row in (*own, *more)]
+        weight = np.concatenate([each * _OF_OTHERS / each.sum(), weights(of_stack)])
         stacks[name] = StackMemory(
-            reach=_rounded(quantile(errors, weight)), runs=len(own), sources=len(set(own))
+            reach=_rounded_up(quantile(np.concatenate([errors, of_own]), weight)),
+            runs=len(own),
+            bounds=len(more),
+            sources=len(set(of_stack)),
         )
-    return _rounded(quantile(errors, each)), stacks
+    return _rounded_up(quantile(errors, each)), stacks
+
+
+def _rounded_up(reach: float) -> float:
+    """With four digits behind the point: what just reached an error still does."""
+    return math.ceil(reach * 1e4) / 1e4
 
 
 def _memory_error(row: CellPrediction) -> float:

@@ -396,10 +396,15 @@ class ScalingErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackMemory:
-    """How far a 90 % interval of the memory of runs of a stack reaches, and of how many it is."""
+    """How far a 90 % interval of the memory of runs of a stack reaches, and of how many it is.
+
+    `bounds` are further runs, whose peak is not published, and which ran though more memory was
+    predicted than there was, or did not though less was.
+    """
 
     reach: float
     runs: int
+    bounds: int
     sources: int
 
 
@@ -430,7 +435,8 @@ class MemoryErrors:
                 f" {counted(self.sources, 'source')} of others"
             )
         runs, sources = counted(of_stack.runs, "published run"), counted(of_stack.sources, "source")
-        return of_stack.reach, f"errors of the memory of {runs} of this stack, of {sources}"
+        more = f", and of {of_stack.bounds} that show a bound" if of_stack.bounds else ""
+        return of_stack.reach, f"errors of the memory of {runs} of this stack{more}, of {sources}"
 
 
 @dataclass(frozen=True, slots=True)
