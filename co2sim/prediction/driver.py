@@ -26,7 +26,14 @@ from co2sim.prediction.intervals import (
 )
 from co2sim.prediction.job import Job
 from co2sim.prediction.likeness import traits_of
-from co2sim.prediction.notes import ONE_SITE, budget_limit, host_limits, offloaded, remarks
+from co2sim.prediction.notes import (
+    ONE_SITE,
+    budget_limit,
+    host_limits,
+    offloaded,
+    rate_of_a_gpu,
+    remarks,
+)
 from co2sim.prediction.predict import predict, step_time
 from co2sim.prediction.question import AUTO, OPEN_BATCH, Options, Question
 from co2sim.prediction.result import Result
@@ -147,14 +154,18 @@ def run(question: Question, *, progress: bool | None = False, beside: bool = Tru
             raise OptionError(f"pp={question.pp}: interval=full needs a schedule; take quick")
         job = question.job()
         result = predict(job, done)
-        result = replace(result, notes=(*chosen, *_remarks(question, job, result)))
+        result = replace(
+            result,
+            notes=(*chosen, *_remarks(question, job, result)),
+            warnings=rate_of_a_gpu(question, job.cluster),
+        )
         if beside:
             times = {name: step_time(other, done) for name, other in _beside(job).items()}
             result = replace(
                 result,
                 straggler_delay_s=_straggler_delay(result, times),
                 notes=(*result.notes, *_one_site_alone(question, job, result)),
-                warnings=_warnings(job, result, times),
+                warnings=(*result.warnings, *_warnings(job, result, times)),
             )
         return _with_interval(question, job, result, done)
 

@@ -218,14 +218,19 @@ class Result(Mesh):
         return "" if self.fits_in_memory else self.memory_fit.upper()
 
     @property
+    def memory_word(self) -> str:
+        """The verdict for tables and charts, in capitals where more is needed than there is."""
+        return self.misfit or self.memory_fit
+
+    @property
     def memory_answer(self) -> str:
         """What a GPU needs of the memory that it has, with the interval, and whether that fits."""
         needed = self.memory_bytes_per_gpu["total"]
-        text = f"{scaled(needed, 'B')}{self._memory_ends()} of {scaled(self.gpu_memory_bytes, 'B')}"
+        text = f"{scaled(needed, 'B')} of {scaled(self.gpu_memory_bytes, 'B')}{self._memory_ends()}"
         high = self.memory_bytes_high
         risky = self.fits_in_memory and high is not None and high > self.gpu_memory_bytes
-        doubt = ", but not at the bad end: test it on one node first" if risky else ""
-        return f"{text}: {self.memory_fit}{doubt}"
+        doubt = "; not at the bad end: test it on one node first" if risky else ""
+        return f"{self.memory_word}: {text}{doubt}"
 
     def _memory_ends(self) -> str:
         low, high = self.memory_bytes_low, self.memory_bytes_high

@@ -362,7 +362,8 @@ def _rows(frame: pd.DataFrame, y: str, across: str | None, series: Sequence[str]
         figure = row[y], None if pd.isna(low) else low, None if pd.isna(high) else high
         name = ", ".join(_word(name, row[name]) for name in series) or alone
         fits = bool(row.get("fits_in_memory", True))
-        rows.append(figure_row(name, figure, fits=fits, at=row[across] if across else ""))
+        memory, where = str(row.get("memory_fit") or ""), row[across] if across else ""
+        rows.append(figure_row(name, figure, fits=fits, memory=memory, at=where))
     return rows
 
 

@@ -70,7 +70,7 @@ def speeds(group: Sequence[Answered]) -> Table:
 def _speed(entry: Answered) -> list[str]:
     texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
     if entry.result.memory_fit != "fits":
-        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.misfit or 'tight'}"
+        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.memory_word}"
     return [entry.strategy, str(entry.result.gpus), *texts]
 
 

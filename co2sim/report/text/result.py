@@ -132,7 +132,7 @@ def print_comparison(
         (
             result.strategy,
             *(figure.shown(result) or "-" for figure in shown),
-            fit(result),
+            result.memory_word,
         )
         for result in results
     ]
@@ -145,11 +145,6 @@ def print_comparison(
         trained = totals.totals_for(cases, results, tokens, goal)
         names = [[result.strategy] for result in results]
         totals.print_totals(out, tokens, ("strategy",), names, results, trained)
-
-
-def fit(result: Result) -> str:
-    """The verdict on memory, in the words of all answers."""
-    return result.misfit or result.memory_fit
 
 
 def _near(case: Question, result: Result) -> list[str]:
@@ -174,7 +169,8 @@ def _print_memory(out: Console, r: Result) -> None:
     if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
         ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
         rows.append(("90 % interval", " to ".join(ends)))
-    print_table(out, f"memory per GPU: {fit(r)} in {memory}", ("item", "size"), rows)
+    title = f"memory per GPU: {r.memory_word} in {memory}"
+    print_table(out, title, ("item", "size"), rows)
     if r.memory_interval_source:
         print_lines(out, f"90 % interval of memory: {r.memory_interval_source}")
 
