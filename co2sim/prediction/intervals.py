@@ -225,7 +225,7 @@ def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
         (
             row.run.source,
             f"{row.run.model}, {row.run.gpus:,} {row.run.gpu}, {row.run.strategy}",
-            "; ".join(map(str, row.differences[:_DIFFERENCES])) or "nothing",
+            "; ".join(map(str, row.differences[: _DIFFERENCES - 1])) or "nothing",
             f"{row.run.published:,.0f}",
             f"{row.run.predicted:,.0f}",
             f"{row.run.error:+.0%}",
@@ -235,7 +235,7 @@ def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
     ]
 
 
-EVIDENCE_COLUMNS = ("source", "run", "yours has", "published", "predicted", "error", "distance")
+EVIDENCE_COLUMNS = ("source", "run", "here", "published", "predicted", "error", "distance")
 
 
 # --- the model of errors --------------------------------------------------------------------------
@@ -431,8 +431,8 @@ class MemoryErrors:
         of_stack = self.stacks.get(plain_name(stack))
         if of_stack is None:
             return self.reach, (
-                f"no memory of runs of this stack is published: errors on {self.runs} of"
-                f" {counted(self.sources, 'source')} of others"
+                f"no memory of runs of this stack is published: errors of that of {self.runs} runs of"
+                f" others, of {counted(self.sources, 'source')}"
             )
         runs, sources = counted(of_stack.runs, "published run"), counted(of_stack.sources, "source")
         more = f", and of {of_stack.bounds} that show a bound" if of_stack.bounds else ""

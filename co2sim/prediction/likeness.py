@@ -49,32 +49,33 @@ class Difference:
 
     def __str__(self) -> str:
         """What is here instead of there."""
-        text = _COUNTED[self.trait].text
-        return f"{text(self.here)} instead of {text(self.there)}"
+        words = _COUNTED[self.trait]
+        return f"{words.of}{words.text(self.here)} instead of {words.text(self.there)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """How a trait counts: for twice as much of a number, or for another text."""
+    """How a trait counts: for twice as much of a number, or for another text; and its words."""
 
     size: float
-    text: Callable[[Any], str]
+    of: str = ""
+    text: Callable[[Any], str] = str
 
 
 _COUNTED = {
-    "stack": _Counted(2.0, lambda name: name.partition(",")[0]),
-    "gpu": _Counted(2.0, str),
-    "shares": _Counted(2.0, lambda what: f"replicas that share {what}"),
-    "parameters": _Counted(1.0, lambda count: scaled(count, "parameters")),
-    "gpus": _Counted(0.5, lambda count: f"{count:,} GPUs"),
-    "divided": _Counted(0.5, lambda count: f"layers on {count:,} GPUs"),
-    "micro_batch": _Counted(0.5, lambda count: f"micro-batch {count:,}"),
-    "sequence": _Counted(0.5, lambda count: f"sequences of {count:,.0f}"),
-    "batch": _Counted(0.25, lambda count: f"{scaled(count, 'tokens')} a step"),
-    "recompute": _Counted(1.0, lambda kind: f"recompute {kind}"),
-    "precision": _Counted(1.0, str),
-    "watts": _Counted(2.0, lambda watts: f"{watts:,.0f} W"),
-    "memory_bandwidth": _Counted(1.0, lambda rate: f"memory of {scaled(rate, 'B/s')}"),
+    "stack": _Counted(2.0, text=lambda name: name.partition(",")[0]),
+    "gpu": _Counted(2.0),
+    "shares": _Counted(2.0, "replicas share "),
+    "parameters": _Counted(1.0, text=lambda count: f"{count / 1e9:.3g}B parameters"),
+    "gpus": _Counted(0.5, text=lambda count: f"{count:,} GPUs"),
+    "divided": _Counted(0.5, "layers on ", lambda count: f"{count:,} GPUs"),
+    "micro_batch": _Counted(0.5, "micro-batch "),
+    "sequence": _Counted(0.5, "sequences of ", lambda count: f"{count:,.0f}"),
+    "batch": _Counted(0.25, "steps of ", lambda count: f"{count / 1e6:.3g}M tokens"),
+    "recompute": _Counted(1.0, "recompute "),
+    "precision": _Counted(1.0),
+    "watts": _Counted(2.0, text=lambda watts: f"{watts:,.0f} W"),
+    "memory_bandwidth": _Counted(1.0, "memory of ", lambda rate: scaled(rate, "B/s")),
 }
 """Assumed. Another stack, GPU or way of sharing counts as much as four times the parameters, and
 500 W instead of 700 W as much as twice; the batch of a step counts little, as it changes only how

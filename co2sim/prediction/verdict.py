@@ -52,7 +52,7 @@ class Verdict:
         if self.step_time_ratio is None:
             return "not known, as no synchronous strategy could be simulated with this batch"
         head = f"steps {figures(self.step_time_ratio)} times as fast as {self.against}"
-        head += "" if self.against_fits else " (which does not fit in memory)"
+        head += "" if self.against_fits else " (which is predicted not to fit in memory)"
         if self.factor is None or self.sooner is None:
             name = self.strategy.partition("(")[0]
             return (
@@ -133,7 +133,10 @@ def _verdict(
     needed = step_factor(result.strategy, scale_of(result), goal)
     line, untrainable = python_line(strategy)
     ratio = None if other is None else other.step_time_s / result.step_time_s
-    sooner, ends, certain = None, (None, None), False
+    sooner: float | None = None
+    low: float | None = None
+    high: float | None = None
+    certain = False
     if other is not None and needed is not None:
         base = step_factor(other.strategy, scale_of(other), goal)
         if base is not None and base.factor != 1:  # a user says so
@@ -143,8 +146,8 @@ def _verdict(
                 low=needed.low / base.factor,
                 high=None if needed.high is None else needed.high / base.factor,
             )
-        sooner, *ends = _judged(result, other, needed)
-        certain = _is_certain(sooner, *ends)
+        sooner, low, high = _judged(result, other, needed)
+        certain = high < 0 if sooner < 0 else low is not None and low >= 0
     return Verdict(
         strategy=result.strategy,
         against=None if other is None else other.strategy,
@@ -154,8 +157,8 @@ def _verdict(
         low=needed.low if needed else None,
         high=needed.high if needed else None,
         sooner=sooner,
-        sooner_low=ends[0],
-        sooner_high=ends[1],
+        sooner_low=low,
+        sooner_high=high,
         certain=certain,
         source=needed.source if needed else "neither published nor measured",
         python=line,
@@ -174,11 +177,6 @@ def _judged(result: Result, other: Result, factor: StepFactor) -> tuple[float, f
         return gain - 1, None, best - 1
     worst = gain * math.exp(-math.hypot(reach, math.log(factor.high / factor.factor)))
     return gain - 1, worst - 1, best - 1
-
-
-def _is_certain(sooner: float, low: float | None, high: float) -> bool:
-    """Whether both ends have the same sign."""
-    return high < 0 if sooner < 0 else low is not None and low >= 0
 
 
 def _comparable(result: Result, other: Result) -> bool:

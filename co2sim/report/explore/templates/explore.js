@@ -91,7 +91,8 @@ const whole = (value) => (value === null || value === undefined ? "-" : Math.rou
 const share = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(1)} %`);
 const range = (low, high, shown) => (low === null || high === null ? "" : ` (90\u00a0%: ${shown(low)} to ${shown(high)})`);
 
-const memoryEnds = (row, before = "", after = "") => (row.memory_low === null ? "" : `${before}${three(row.memory_low)} to ${three(row.memory_high)}${after}`);
+const two = (value) => Number(value.toPrecision(2)).toLocaleString("en");
+const memoryEnds = (row, before = "", after = "") => (row.memory_low === null ? "" : `${before}${two(row.memory_low)} to ${two(row.memory_high)}${after}`);
 
 function answer(rows) {
   const shown = rows.filter((row) => !row.error && row.fits);
