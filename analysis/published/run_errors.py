@@ -240,7 +240,7 @@ def memory_reaches(
 ) -> tuple[float, dict[str, StackMemory]]:
     """How far 90 % intervals reach: of a stack without published runs, and of those with some.
 
-    A new stack is most like a new source, so without runs of its own every source weighs as much.
+    A new stack is most like a new source: where it has no runs, every source weighs as much.
     Of a stack, all runs of a source together weigh as the root of their number, `bounds` of it
     included, and those of all stacks as one run more: few runs say little.
     """

@@ -1,4 +1,4 @@
-"""How alike two runs are: in what they differ, how much that counts, and in words."""
+"""How alike two runs are: what differs, how much that counts, and what to say of it."""
 
 import math
 from collections.abc import Callable
