@@ -543,8 +543,8 @@ def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     """The record of the catalog."""
     memory = {"memory": asdict(model.memory)} if model.memory else {}
     text = toml_record(
-        "Written by `co2analysis runs --fit`: errors on published training\n"
-        "runs, each source left out of the fit; see co2sim.prediction.",
+        "Written by `co2analysis runs --fit`, memory also by --evidence: errors on published\n"
+        "training runs, each source left out of the fit; see co2sim.prediction.",
         _entry(model) | memory | {"source": [asdict(source) for source in model.sources]},
     )
     return Path(str(_CATALOG / ERRORS)), text.encode()
