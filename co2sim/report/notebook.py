@@ -58,8 +58,7 @@ def of_result(result: Result) -> alt.VConcatChart:
     bars = shares(named, in_legend=True), memory(named, in_legend=True)
     length = duration(result.round_time_s)
     has, needs = result.gpu_memory_bytes / GIB, result.memory_bytes_per_gpu["total"] / GIB
-    fits = f"; {result.misfit}" if result.misfit else ""
-    size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed){fits}"
+    size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed); {result.memory_word}"
     steps = counted(result.steps_per_round, "step")
     titles = f"A round of {steps} takes {length}", f"Memory of a GPU: {size}"
     chart = alt.vconcat(

@@ -368,7 +368,7 @@ async function shownAt(positions) {
 async function advise(rows, positions) {
   const large = rows.filter((row) => !row.error && !row.fits);
   const list = (texts) => byId("fitting").replaceChildren(...texts.map((text) => cell("li", text)));
-  if (!source.fitting) return list(large.map((row) => `${row.strategy} does not fit: fewer samples, more GPUs, recomputation, or a strategy that shards more; co2sim run says which would fit.`));
+  if (!source.fitting) return list(large.map((row) => `${row.strategy} ${row.memory_fit.toLowerCase()}: fewer samples, more GPUs, recomputation, or a strategy that shards more; co2sim run says which would fit.`));
   if (!large.length) return list([]);
   const texts = [];
   for (const row of large) {
