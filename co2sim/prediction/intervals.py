@@ -431,8 +431,8 @@ class MemoryErrors:
         of_stack = self.stacks.get(plain_name(stack))
         if of_stack is None:
             return self.reach, (
-                f"no memory of runs of this stack is published: errors of {self.runs} runs of others,"
-                f" of {counted(self.sources, 'source')}"
+                f"no memory of runs of this stack is published: errors of {self.runs} runs of"
+                f" others, of {counted(self.sources, 'source')}"
             )
         runs, sources = counted(of_stack.runs, "published run"), counted(of_stack.sources, "source")
         more = f", and of {of_stack.bounds} that show a bound" if of_stack.bounds else ""
