@@ -97,24 +97,24 @@ class Near:
     def __str__(self) -> str:
         """What ran how fast, why the case is not as fast, and how far off the prediction was."""
         run = self.run
-        yours = "" if self.speed is None else f", yours {self.speed:,.0f}"
         return (
-            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: published"
-            f" {run.published:,.0f} tokens/s a GPU{yours}{self.because}; it was predicted"
-            f" {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'} ({run.source};"
-            f" distance {self.distance:.1f})"
+            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}: {self.compared}; it was"
+            f" predicted {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'}"
+            f" ({run.source}; distance {self.distance:.1f})"
         )
 
     @property
-    def because(self) -> str:
-        """The largest differences, behind the two speeds."""
+    def compared(self) -> str:
+        """The two speeds, and the largest differences."""
+        yours = "" if self.speed is None else f", yours {self.speed:,.0f}"
+        speeds = f"published {self.run.published:,.0f} tokens/s a GPU{yours}"
         if not self.differences:
-            return ": the same run"
+            return f"{speeds}: the same run"
         more = ", ..." if len(self.differences) > _DIFFERENCES else ""
-        return f", because: {', '.join(map(str, self.differences[:_DIFFERENCES]))}{more}"
+        return f"{speeds}, because: {', '.join(map(str, self.differences[:_DIFFERENCES]))}{more}"
 
 
-_DIFFERENCES = 3
+_DIFFERENCES = 2
 """Differences that are named."""
 
 
@@ -225,7 +225,7 @@ def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
         (
             row.run.source,
             f"{row.run.model}, {row.run.gpus:,} {row.run.gpu}, {row.run.strategy}",
-            "; ".join(map(str, row.differences[: _DIFFERENCES - 1])) or "nothing",
+            "; ".join(map(str, row.differences[:_DIFFERENCES])) or "nothing",
             f"{row.run.published:,.0f}",
             f"{row.run.predicted:,.0f}",
             f"{row.run.error:+.0%}",

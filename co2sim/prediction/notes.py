@@ -254,8 +254,8 @@ def rate_of_a_gpu(question: Question, cluster: Cluster) -> tuple[str, ...]:
     node, gpu, all_ = (
         scaled(8 * one, "bit/s") for one in (rate, rate / cluster.gpus_per_node, usual)
     )
-    words = f"{node} is {gpu} a GPU; clusters of this class have {all_} a node"
-    return (f"inter.bandwidth is that of a node: {words}",)
+    words = f"inter.bandwidth is a node's, and {node} of it are {gpu} a GPU"
+    return (f"{words}: clusters of this class have {all_} a node",)
 
 
 @cache

@@ -230,7 +230,7 @@ class Result(Mesh):
         high = self.memory_bytes_high
         risky = self.fits_in_memory and high is not None and high > self.gpu_memory_bytes
         doubt = "; not at the bad end: test it on one node first" if risky else ""
-        return f"{self.memory_word}: {text}{doubt}"
+        return f"{self.memory_word}, {text}{doubt}"
 
     def _memory_ends(self) -> str:
         low, high = self.memory_bytes_low, self.memory_bytes_high

@@ -18,7 +18,6 @@ from co2sim.report.text.answer import (
     job,
     labels,
     legend,
-    memory,
     place,
     setup,
     shared_rows,
@@ -71,7 +70,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
         rows=[
             *_beside(answer, short),
             *([("cost", bill)] if bill else []),
-            ("memory", memory(choice.result)),
+            ("memory", choice.result.memory_answer),
             *([("turns", short.turning(answer, turns[0]))] if turns else []),
             ("counted", counted_row([entry], learns=False)),
             *shared_rows(entry, [entry]),
