@@ -14,7 +14,8 @@ from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.counted import WEEK
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.intervals import nearest, published_runs, shares, undecided
+from co2sim.prediction.intervals import nearest, published_runs, undecided
+from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor

@@ -31,10 +31,10 @@ from co2sim.prediction.intervals import (
     kind_of,
     nearest,
     overlaps,
-    shares,
     undecided,
     unshared,
 )
+from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.strategies import STRATEGIES, parse
