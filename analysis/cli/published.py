@@ -282,7 +282,7 @@ Sources = Annotated[
 ]
 
 
-def runs(  # noqa: PLR0917 - one argument per option
+def runs(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
     fit: Annotated[  # noqa: FBT002

@@ -31,13 +31,12 @@ from co2sim.catalog import load_stack, names
 from co2sim.common import files
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Setting
+from co2sim.prediction.evidence import EVIDENCE, PublishedRun
 from co2sim.prediction.intervals import (
     ERRORS,
-    EVIDENCE,
     DistanceErrors,
     ErrorModel,
     MemoryErrors,
-    PublishedRun,
     ScalingErrors,
     Situation,
     SourceErrors,

@@ -15,13 +15,12 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.stack import Setting
 from co2sim.models.workload import Model
 from co2sim.prediction.choose import choose, choose_batch, even
+from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
     Predicted,
     Situation,
-    by_distance,
     error_model,
     from_measured,
-    published_gpus,
     setting_of,
 )
 from co2sim.prediction.job import Job

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from co2sim.prediction.evidence import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.figures import ends, shared_batch
-from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question

@@ -13,8 +13,9 @@ from co2sim.common.units import duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.counted import WEEK
+from co2sim.prediction.evidence import nearest, published_runs
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.intervals import nearest, published_runs, undecided
+from co2sim.prediction.intervals import undecided
 from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result

@@ -15,7 +15,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
-from co2sim.prediction import figures, intervals, notes
+from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.job import Job, Stage
@@ -151,7 +151,7 @@ def _near(case: Question, result: Result) -> list[str]:
     """The published run that is most like a case, where such runs made its interval."""
     if result.nearest_published is None:
         return []
-    return [f"nearest published run: {intervals.nearest(case, result, 1)[0]}"]
+    return [f"nearest published run: {evidence.nearest(case, result, 1)[0]}"]
 
 
 def _print_memory(out: Console, r: Result) -> None:
@@ -218,10 +218,10 @@ def print_evidence(case: Question, result: Result, *, named: bool = False) -> No
 
     Throughputs are tokens/s of a GPU; distances are those of `likeness`.
     """
-    near = intervals.nearest(case, result)
+    near = evidence.nearest(case, result)
     what = result.strategy if named else "it"
     title = f"the published runs that are most like {what}, predicted without their source"
-    print_table(console(), title, intervals.EVIDENCE_COLUMNS, intervals.evidence_rows(near), left=3)
+    print_table(console(), title, evidence.EVIDENCE_COLUMNS, evidence.evidence_rows(near), left=3)
 
 
 def batch_words(r: Result) -> str:

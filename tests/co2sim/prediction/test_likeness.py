@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from co2sim.prediction import driver
-from co2sim.prediction.intervals import nearest, published_runs
+from co2sim.prediction.evidence import nearest, published_runs
 from co2sim.prediction.likeness import Traits, differences, unlikeness
 from co2sim.prediction.question import Question
 
