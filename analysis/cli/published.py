@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from analysis.published.predict import CellPrediction
     from analysis.published.report import ValidationReport
     from analysis.published.runs import TrainingRun
+    from co2sim.prediction.intervals import MemoryErrors
     from co2sim.prediction.published import Use
     from co2sim.prediction.result import Result
 
@@ -281,6 +282,14 @@ Sources = Annotated[
 ]
 
 
+_Evidence = Annotated[
+    bool,
+    typer.Option(
+        "--evidence",
+        help="Write the evidence and the errors of memory of the catalog again, by the fit that is"
+        " there: a minute.",
+    ),
+]
 _Memory = Annotated[bool, typer.Option("--memory", help="Compare the peak of memory instead.")]
 _Ratios = Annotated[
     bool,
@@ -292,7 +301,7 @@ _Ratios = Annotated[
 ]
 
 
-def runs(  # noqa: PLR0917 - one argument per option
+def runs(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
     fit: Annotated[  # noqa: FBT002
@@ -303,6 +312,7 @@ def runs(  # noqa: PLR0917 - one argument per option
             " on 2 cores.",
         ),
     ] = False,
+    evidence: _Evidence = False,  # noqa: FBT002
     own: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -331,14 +341,18 @@ def runs(  # noqa: PLR0917 - one argument per option
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    if fit + own + memory + unfitted + ratios > 1:
-        raise OptionError("give one of --fit, --own, --memory, --unfitted and --ratios")
+    if fit + evidence + own + memory + unfitted + ratios > 1:
+        modes = "--fit, --evidence, --own, --memory, --unfitted and --ratios"
+        raise OptionError(f"give one of {modes}")
     every = training_runs(papers)
     kind = "memory_kind" if memory else "unfitted" if unfitted else "headline"
     chosen = _of_sources([run for run in every if getattr(run, kind)], source)
     if fit:
         _fit_runs(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
+    elif evidence:
+        write_atomically(_evidence(every, papers, jobs))
+        print("written: the catalog")
     elif memory:
         _print_memory(chosen, jobs, as_json=json_)
     elif ratios:
@@ -402,10 +416,10 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
     further = run_errors.further_runs(runs_of_fit, fitted.left_out, jobs)
     errors = run_errors.errors_of(runs_of_fit, results, further)
-    memories = [row for _, row in run_errors.run_memories(every, jobs)]
+    errors = replace(errors, memory=_memory_errors(every, jobs))
     files = run_errors.catalog_files(fitted.values) | dict(
         [
-            run_errors.errors_file(replace(errors, memory=run_errors.memory_errors(memories))),
+            run_errors.errors_file(errors),
             run_errors.evidence_file(runs_of_fit, results),
             run_errors.models_file(
                 run_errors.models_without(runs_of_fit, results, further), papers
@@ -413,6 +427,27 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
         ]
     )
     write_atomically({path: stack_fit.written(fitted).encode()} | files)
+
+
+def _evidence(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> dict[Path, bytes]:
+    """What the catalog says of published runs that needs no fit, by the one that is recorded."""
+    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+    from co2sim.prediction.intervals import error_model  # noqa: PLC0415 - 0.1 s
+
+    left_out = stack_fit.record(papers).left_out
+    runs_of_fit = [run for run in every if run.headline]
+    values = [left_out[run.paper] for run in runs_of_fit]
+    results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
+    errors = replace(error_model(), memory=_memory_errors(every, jobs))
+    evidence = run_errors.evidence_file(runs_of_fit, results)
+    return dict([run_errors.errors_file(errors), evidence])
+
+
+def _memory_errors(every: Sequence["TrainingRun"], jobs: int) -> "MemoryErrors":
+    from analysis.published import run_errors  # noqa: PLC0415 - scipy
+
+    peaks = [row for _, row in run_errors.run_memories(every, jobs)]
+    return run_errors.memory_errors(peaks, run_errors.memory_bounds(every, jobs))
 
 
 def _print_memory(chosen: Sequence["TrainingRun"], jobs: int, *, as_json: bool) -> None:

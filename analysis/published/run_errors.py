@@ -22,7 +22,6 @@ from analysis.published.stack_fit import (
     SHARED,
     Shared,
     Values,
-    generation,
     log_errors,
     overrides,
     predictions,
@@ -32,23 +31,23 @@ from co2sim.catalog import load_stack, names
 from co2sim.common import files
 from co2sim.models.memory import GIB, reserved
 from co2sim.models.stack import Setting
+from co2sim.prediction.evidence import EVIDENCE, PublishedRun
 from co2sim.prediction.intervals import (
     ERRORS,
-    EVIDENCE,
     DistanceErrors,
     ErrorModel,
     MemoryErrors,
-    PublishedRun,
     ScalingErrors,
     Situation,
     SourceErrors,
+    StackMemory,
     between,
     distance,
     error_model,
     read_error_model,
     setting_of,
-    shares,
 )
+from co2sim.prediction.likeness import traits_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import calibrate, moved
@@ -166,19 +165,37 @@ def run_memories(
     runs: Sequence[TrainingRun], jobs: int
 ) -> list[tuple[TrainingRun, CellPrediction]]:
     """Peaks of the published kind, in GiB: of runs that can be expressed but for `_HARMLESS`."""
-    expressible = [
-        run
-        for run in runs
-        if run.memory_gib is not None and run.cluster and _HARMLESS.issuperset(run.needs)
-    ]
-    plain = [
-        run.changed(precision="bf16") if run.precision == "fp8" else run for run in expressible
-    ]
-    results = predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
+    some = [run for run in runs if run.memory_gib is not None and _expressed(run)]
     return [
         (run, CellPrediction(cell_of_run(run, "memory_gib"), _peak(result, run.memory_kind) / GIB))
-        for run, result in zip(expressible, results, strict=True)
+        for run, result in zip(some, _simulated(some, jobs), strict=True)
     ]
+
+
+def memory_bounds(runs: Sequence[TrainingRun], jobs: int) -> list[CellPrediction]:
+    """Runs that show that a prediction is wrong, though their peak of memory is not published.
+
+    They ran with less than they were predicted to need, or ran out of memory with more: their error
+    is at least what lies between the memory of the GPU, which stands for the peak, and that.
+    """
+    some = [run for run in runs if run.memory_gib is None and _expressed(run)]
+    rows = []
+    for run, result in zip(some, _simulated(some, jobs), strict=True):
+        if result.fits_in_memory == run.out_of_memory:
+            room = result.gpu_memory_bytes / GIB
+            cell = cell_of_run(run.changed(memory_gib=room), "memory_gib")
+            rows.append(CellPrediction(cell, result.memory_bytes_per_gpu["total"] / GIB))
+    return rows
+
+
+def _expressed(run: TrainingRun) -> bool:
+    return bool(run.cluster) and _HARMLESS.issuperset(run.needs)
+
+
+def _simulated(runs: Sequence[TrainingRun], jobs: int) -> list[Result]:
+    """As in bf16 where a run was in fp8."""
+    plain = [run.changed(precision="bf16") if run.precision == "fp8" else run for run in runs]
+    return predictions(plain, [None] * len(plain), jobs, "predicting memory") if plain else []
 
 
 def _peak(result: Result, kind: str) -> float:
@@ -188,18 +205,74 @@ def _peak(result: Result, kind: str) -> float:
     return reserved(memory) if kind == "reserved" else memory["total"]
 
 
-def memory_errors(rows: Sequence[CellPrediction]) -> MemoryErrors:
-    """All runs of a source together weigh as the root of their number."""
-    errors = np.abs([math.log(row.predicted / row.cell.published) for row in rows])
-    sources = [row.cell.source for row in rows]
+_OF_OTHERS = 1.0
+"""What runs of all stacks weigh, together, beside those of a stack: as much as one run of it."""
+
+
+def memory_errors(rows: Sequence[CellPrediction], bounds: Sequence[CellPrediction]) -> MemoryErrors:
+    """Of all runs, and of each stack; and how many lie in intervals without their source."""
     summary = ErrorSummary.of(rows)
+    inside = 0
+    for source in {row.cell.source for row in rows}:
+        others, other_bounds = (
+            [row for row in some if row.cell.source != source] for some in (rows, bounds)
+        )
+        reach, stacks = memory_reaches(others, other_bounds)
+        for row in rows:
+            if row.cell.source == source:
+                of_stack = stacks.get(_stack_name(row))
+                inside += _memory_error(row) <= (of_stack.reach if of_stack else reach)
+    reach, stacks = memory_reaches(rows, bounds)
     return MemoryErrors(
-        reach=_rounded(quantile(errors, weights(sources))),
+        reach=reach,
         mean=round(summary.mape, 4),
         bias=round(summary.median_bias, 4),
         runs=len(rows),
-        sources=len(set(sources)),
+        sources=len({row.cell.source for row in rows}),
+        inside=round(inside / len(rows), 4),
+        stacks=stacks,
     )
+
+
+def memory_reaches(
+    rows: Sequence[CellPrediction], bounds: Sequence[CellPrediction] = ()
+) -> tuple[float, dict[str, StackMemory]]:
+    """How far 90 % intervals reach: of a stack without published runs, and of those with some.
+
+    A new stack is most like a new source: where it has no runs, every source weighs as much.
+    Of a stack, all runs of a source together weigh as the root of their number, `bounds` of it
+    included, and those of all stacks as one run more: few runs say little.
+    """
+    errors = np.array([_memory_error(row) for row in rows])
+    sources = [row.cell.source for row in rows]
+    each = np.array([1 / sources.count(source) for source in sources])
+    stacks = {}
+    for name in sorted({_stack_name(row) for row in rows}):
+        own, more = ([row for row in some if _stack_name(row) == name] for some in (rows, bounds))
+        of_stack = [row.cell.source for row in (*own, *more)]
+        of_own = [_memory_error(row) for row in (*own, *more)]
+        weight = np.concatenate([each * _OF_OTHERS / each.sum(), weights(of_stack)])
+        stacks[name] = StackMemory(
+            reach=_rounded_up(quantile(np.concatenate([errors, of_own]), weight)),
+            runs=len(own),
+            bounds=len(more),
+            sources=len(set(of_stack)),
+        )
+    return _rounded_up(quantile(errors, each)), stacks
+
+
+def _rounded_up(reach: float) -> float:
+    """With four digits behind the point: what just reached an error still does."""
+    return math.ceil(reach * 1e4) / 1e4
+
+
+def _memory_error(row: CellPrediction) -> float:
+    """The size of log(published / predicted)."""
+    return abs(math.log(row.predicted / row.cell.published))
+
+
+def _stack_name(row: CellPrediction) -> str:
+    return load_stack(row.cell.setup.stack).value.name
 
 
 # --- models of errors ----------------------------------------------------------------------------
@@ -469,8 +542,8 @@ def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     """The record of the catalog."""
     memory = {"memory": asdict(model.memory)} if model.memory else {}
     text = toml_record(
-        "Written by `co2analysis runs --fit`: errors on published training\n"
-        "runs, each source left out of the fit; see co2sim.prediction.",
+        "Written by `co2analysis runs --fit`, memory also by --evidence: errors on published\n"
+        "training runs, each source left out of the fit; see co2sim.prediction.",
         _entry(model) | memory | {"source": [asdict(source) for source in model.sources]},
     )
     return Path(str(_CATALOG / ERRORS)), text.encode()
@@ -480,20 +553,14 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
     """The record of published runs beside their predictions, without their source."""
     rows = []
     for run, result in zip(runs, results, strict=True):
-        model = run.case().load()[1].value
-        tokens = result.tokens_per_gpu_per_step * result.pp / result.accumulation
+        cluster, model = run.case().load()
+        traits = traits_of(cluster.value, model.value, result)
         assert run.tokens_per_s_per_gpu is not None
         row = PublishedRun(
+            **asdict(traits),
             source=title(run.paper),
-            stack=load_stack(run.stack).value.name,
-            gpu=generation(run),
             model=run.model,
-            parameters=model.parameters,
-            gpus=run.gpus,
             strategy=result.strategy,
-            shares=shares(result.strategy),
-            divided=run.tp * run.pp,
-            tokens=tokens,
             published=run.tokens_per_s_per_gpu,
             predicted=_rounded(result.tokens_per_s_per_gpu),
         )

@@ -30,7 +30,7 @@ from co2sim.common.files import is_below, is_regular
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import ORIGINS, Failures
-from co2sim.models.stack import Stack
+from co2sim.models.stack import CHANGED, Stack
 from co2sim.models.workload import Model
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def _apply(
     tree.setdefault("name", reference)
     if shown and "name" not in shown:
         changed = ", ".join(f"{path}={text}" for path, text in shown.items())
-        tree["name"] = f"{tree['name']}, with {changed}"
+        tree["name"] = f"{tree['name']}{CHANGED}{changed}"
 
 
 def _of_model(reference: str) -> Tree:

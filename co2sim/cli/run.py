@@ -16,7 +16,7 @@ from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines
 from co2sim.common.units import counted
 from co2sim.prediction import driver
-from co2sim.prediction.intervals import nearest
+from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal

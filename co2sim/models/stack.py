@@ -47,6 +47,19 @@ class Setting:
         check(self, "measured")
 
 
+CALIBRATED = ", calibrated by "
+"""What follows in the name of a stack, once it was calibrated."""
+
+
+CHANGED = ", with "
+"""What follows in the name of a thing of the catalog, once numbers of it were changed."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a stack before it was calibrated, and before numbers of it were changed."""
+    return name.partition(CALIBRATED)[0].partition(CHANGED)[0]
+
+
 Division = Literal["tp", "sequence_parallel", "cp", "ep", "pp", "interleave"]
 """A field of a mesh that may be larger than 1."""
 

@@ -15,17 +15,24 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.stack import Setting
 from co2sim.models.workload import Model
 from co2sim.prediction.choose import choose, choose_batch, even
+from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
     Predicted,
     Situation,
     error_model,
     from_measured,
-    nearest_to,
-    published_gpus,
     setting_of,
 )
 from co2sim.prediction.job import Job
-from co2sim.prediction.notes import ONE_SITE, budget_limit, host_limits, offloaded, remarks
+from co2sim.prediction.likeness import traits_of
+from co2sim.prediction.notes import (
+    ONE_SITE,
+    budget_limit,
+    host_limits,
+    offloaded,
+    rate_of_a_gpu,
+    remarks,
+)
 from co2sim.prediction.predict import predict, step_time
 from co2sim.prediction.question import AUTO, OPEN_BATCH, Options, Question
 from co2sim.prediction.result import Result
@@ -146,14 +153,18 @@ def run(question: Question, *, progress: bool | None = False, beside: bool = Tru
             raise OptionError(f"pp={question.pp}: interval=full needs a schedule; take quick")
         job = question.job()
         result = predict(job, done)
-        result = replace(result, notes=(*chosen, *_remarks(question, job, result)))
+        result = replace(
+            result,
+            notes=(*chosen, *_remarks(question, job, result)),
+            warnings=rate_of_a_gpu(question, job.cluster),
+        )
         if beside:
             times = {name: step_time(other, done) for name, other in _beside(job).items()}
             result = replace(
                 result,
                 straggler_delay_s=_straggler_delay(result, times),
                 notes=(*result.notes, *_one_site_alone(question, job, result)),
-                warnings=_warnings(job, result, times),
+                warnings=(*result.warnings, *_warnings(job, result, times)),
             )
         return _with_interval(question, job, result, done)
 
@@ -272,14 +283,14 @@ def _with_interval(question: Question, job: Job, result: Result, done: Done | No
     interval = predicted.interval(speeds)
     ends: dict[str, Any] = {}
     if interval.by_runs:  # the nearest says how far these are
-        alike = nearest_to(setting_of(cluster, job.model, result), result)
-        ends["nearest_published"] = alike[0].distance
+        ends["nearest_published"] = by_distance(traits_of(cluster, job.model, result))[0][0]
     errors = error_model().memory
     if errors is not None and cluster.backend == "nccl":
         items = result.memory_bytes_per_gpu
         certain = sum(items.get(name, 0.0) for name in _CERTAIN)
-        ends["memory_bytes_low"] = max(items["total"] * math.exp(-errors.reach), certain)
-        ends["memory_bytes_high"] = items["total"] * math.exp(errors.reach)
+        reach, ends["memory_interval_source"] = errors.of(result.stack)
+        ends["memory_bytes_low"] = max(items["total"] * math.exp(-reach), certain)
+        ends["memory_bytes_high"] = items["total"] * math.exp(reach)
     return replace(
         result,
         tokens_per_s_low=interval.low,

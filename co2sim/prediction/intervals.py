@@ -1,7 +1,4 @@
-"""How sure a prediction is: the published runs that are like it, their errors, and its interval.
-
-**Evidence** are published training runs beside a prediction: which are nearest, and how far off
-they were, predicted by what was fitted without their source (`co2analysis runs`).
+"""How sure a prediction is: the errors of published runs, and its interval.
 
 **The model of errors**: log(published / predicted) of a further run has mean 0, and a variance that
 is a sum of parts: one for any run, and one each for what grows with exposed communication, nodes,
@@ -20,18 +17,17 @@ distance of the two (`ErrorModel.pairs`). Of one job on two numbers of GPUs it i
 the larger one loses may be wrong (`ErrorModel.scaling`).
 """
 
-import csv
 import math
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from importlib import resources
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
-from co2sim.models.stack import Setting, Shares
+from co2sim.models.stack import Setting, plain_name
 from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
     Calibration,
@@ -41,98 +37,17 @@ from co2sim.prediction.calibrations import (
     replaced,
     squares,
 )
-from co2sim.prediction.question import Question
+from co2sim.prediction.likeness import shares
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import WORLD, Layout
-from co2sim.strategies import STRATEGIES, Strategy, says
+from co2sim.strategies import Strategy, says
 from co2sim.strategies.fsdp import FSDP
 
-# --- evidence -------------------------------------------------------------------------------------
+# --- distances ------------------------------------------------------------------------------------
 
-
-EVIDENCE = "evidence.csv"
-"""The record of the catalog, written by `co2analysis runs --fit`."""
 
 _OTHER = 2.0
-"""What another stack, GPU or way of sharing counts: as much as four times the parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedRun:
-    """A published run and its prediction, in tokens/s of a GPU.
-
-    `gpu` is the generation, `divided` tp x pp, `tokens` those of a pass on a GPU, and `shares` what
-    replicas share: nothing, optimizer states, or parameters.
-    """
-
-    source: str
-    stack: str
-    gpu: str
-    model: str
-    parameters: int
-    gpus: int
-    strategy: str
-    shares: Shares
-    divided: int
-    tokens: float
-    published: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over published, less 1."""
-        return self.predicted / self.published - 1
-
-    @cached_property
-    def setting(self) -> Setting:
-        """What it is like."""
-        names = "gpu", "gpus", "parameters", "shares", "divided", "tokens"
-        return Setting(**{name: getattr(self, name) for name in names})
-
-
-@dataclass(frozen=True, slots=True)
-class Near:
-    """A published run, and how far it is from a question: 1 is twice as many of something."""
-
-    run: PublishedRun
-    distance: float
-
-    def __str__(self) -> str:
-        """What ran, how far off its prediction was, and its source."""
-        run = self.run
-        return (
-            f"{run.model} on {run.gpus:,} {run.gpu} with {run.strategy}, predicted"
-            f" {abs(run.error):.0%} too {'fast' if run.error > 0 else 'slow'} ({run.source};"
-            f" distance {self.distance:.1f}, 0 is the same run, 2 another stack or GPU)"
-        )
-
-
-def shares(strategy: str) -> Shares:
-    """What the replicas of a strategy share, by its name; "other" of what is not built in."""
-    kind = STRATEGIES.get(strategy.partition("(")[0].partition(":")[0])
-    return getattr(kind, "shares", "other")
-
-
-_KINDS: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("parameters", "gpus", "divided"), int),
-    **dict.fromkeys(("tokens", "published", "predicted"), float),
-}
-
-
-@cache
-def published_runs() -> tuple[PublishedRun, ...]:
-    """All that the catalog knows."""
-    text = (resources.files("co2sim.catalog") / EVIDENCE).read_text("utf-8")
-    return tuple(
-        PublishedRun(**{name: _KINDS.get(name, str)(value) for name, value in row.items()})
-        for row in csv.DictReader(text.splitlines())
-    )
-
-
-@cache
-def published_gpus() -> frozenset[str]:
-    """The generations of GPUs that these are of."""
-    return frozenset(run.gpu for run in published_runs())
+"""What another GPU, way of sharing or kernels count: as much as four times the parameters."""
 
 
 def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = "") -> Setting:
@@ -194,40 +109,6 @@ def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float,
         if run.gpu == setting.gpu and (run.shares == "steps") == (setting.shares == "steps")
     ]
     return min(alike, default=(math.inf, 0.0))
-
-
-def nearest(case: Question, result: Result, count: int = 5) -> list[Near]:
-    """The published runs that are most like a case, the nearest first."""
-    cluster, model = case.load()
-    return nearest_to(setting_of(cluster.value, model.value, result), result)[:count]
-
-
-def nearest_to(setting: Setting, result: Result) -> list[Near]:
-    """All published runs, the nearest first."""
-    runs = [
-        Near(run, distance(run.setting, setting) + _OTHER * (run.stack != result.stack))
-        for run in published_runs()
-    ]
-    return sorted(runs, key=lambda near: near.distance)
-
-
-def evidence_rows(near: Sequence[Near]) -> list[tuple[str, ...]]:
-    """For a table with the columns of `EVIDENCE_COLUMNS`."""
-    return [
-        (
-            row.run.source,
-            f"{row.run.model}, {row.run.gpus:,} {row.run.gpu}, {row.run.strategy}",
-            row.run.stack,
-            f"{row.run.published:,.0f}",
-            f"{row.run.predicted:,.0f}",
-            f"{row.run.error:+.0%}",
-            f"{row.distance:.1f}",
-        )
-        for row in near
-    ]
-
-
-EVIDENCE_COLUMNS = ("source", "run", "stack", "published", "predicted", "error", "distance")
 
 
 # --- the model of errors --------------------------------------------------------------------------
@@ -387,11 +268,27 @@ class ScalingErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackMemory:
+    """How far a 90 % interval of the memory of runs of a stack reaches, and of how many it is.
+
+    `bounds` are further runs, whose peak is not published, and which ran though more memory was
+    predicted than there was, or did not though less was.
+    """
+
+    reach: float
+    runs: int
+    bounds: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryErrors:
     """Errors of the peak of memory on published runs, of which it is known.
 
-    A 90 % interval of log(published / predicted) reaches `reach` to both sides. `mean` is that of
-    absolute errors, `bias` the median of signed ones.
+    A 90 % interval of log(published / predicted) reaches `reach` to both sides for a stack of which
+    no memory is published; `stacks` are those of the others, by name. `mean` is that of absolute
+    errors, `bias` the median of signed ones. `inside` is the share of these runs in intervals that
+    were made without their source.
     """
 
     reach: float
@@ -399,6 +296,20 @@ class MemoryErrors:
     bias: float
     runs: int
     sources: int
+    inside: float
+    stacks: Mapping[str, StackMemory]
+
+    def of(self, stack: str) -> tuple[float, str]:
+        """How far the interval reaches for a stack, calibrated or not, and its source as a text."""
+        of_stack = self.stacks.get(plain_name(stack))
+        if of_stack is None:
+            return self.reach, (
+                f"no memory of runs of this stack is published: errors of {self.runs} runs of"
+                f" others, of {counted(self.sources, 'source')}"
+            )
+        runs, sources = counted(of_stack.runs, "published run"), counted(of_stack.sources, "source")
+        more = f", and of {of_stack.bounds} that show a bound" if of_stack.bounds else ""
+        return of_stack.reach, f"errors of the memory of {runs} of this stack{more}, of {sources}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,10 +356,15 @@ def read_error_model(entry: Mapping[str, Any]) -> ErrorModel:
     own, pairs = (
         DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
     )
-    memory = MemoryErrors(**entry["memory"]) if "memory" in entry else None
+    memory = _memory_errors(entry["memory"]) if "memory" in entry else None
     scaling = ScalingErrors(**entry["scaling"]) if "scaling" in entry else None
     factor = float(entry["interval_factor"])
     return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory, scaling)
+
+
+def _memory_errors(entry: Mapping[str, Any]) -> MemoryErrors:
+    stacks = {name: StackMemory(**one) for name, one in entry["stacks"].items()}
+    return MemoryErrors(**{**entry, "stacks": stacks})
 
 
 @cache

@@ -1,12 +1,15 @@
 """Notes on a result: warnings, what was assumed, options without effect, what is not counted."""
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
-from co2sim.catalog import Fact
+from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import counted, scaled
-from co2sim.hardware.cluster import GPU
+from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.blocks import Block
 from co2sim.models.memory import host_memory
 from co2sim.models.workload import Workload
@@ -18,8 +21,10 @@ from co2sim.prediction.intervals import (
     EXPERT_RUNS,
 )
 from co2sim.prediction.job import Job, stage_of
+from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.strategies import LocalSteps, Strategy, with_options
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import Replica
 from co2sim.strategies.zero import Zero3
 from co2sim.strategies.zeropp import ZeroPP
@@ -201,6 +206,12 @@ CONTEXT = (
 )
 HOW_FAR_OFF = (ADAPTERS, DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT)
 """Notes on how far off predictions of a kind were."""
+PIPELINED = (
+    "pipeline: PyTorch's own, as in torchtitan, keeps gathered units and whole gradients of FSDP2"
+    " to the end of a step, which takes more memory: -s fsdp:reshard_after_forward=false,sync=last"
+)
+"""Source: torch 2.13, torch/distributed/pipelining/stage.py, backward_maybe_with_nosync; torchtitan
+b5bcd76c6, torchtitan/distributed/fsdp.py: the default is not pp_enabled."""
 BATCH_OF = "global batch: "
 """How the note begins that says where it comes from."""
 ONE_SITE = "one site alone"
@@ -209,7 +220,7 @@ WHAT_IF = "what-if: "
 """How the notes begin that say what the stack has not."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
-    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, *HOW_FAR_OFF),
+    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, PIPELINED, *HOW_FAR_OFF),
 )
 
 
@@ -224,6 +235,39 @@ def host_limits(load: float | None) -> tuple[str, ...]:
     times = f"{load:.2g} times " if load >= _CLEARLY else ""
     text = f"the host needs {times}as long as the GPU for the passes"
     return (f"{text}: larger micro-batches help, faster kernels do not",)
+
+
+def rate_of_a_gpu(question: Question, cluster: Cluster) -> tuple[str, ...]:
+    """A warning where the rate that a user gives between nodes is that of one GPU in its class.
+
+    The class of a rate that replaces another one is that of the cluster, and that of a user's file
+    is what most clusters of the catalog with its GPU have.
+    """
+    rates = []
+    if "inter.bandwidth" in question.overrides and not isinstance(question.cluster, Cluster):
+        rates.append(load_cluster(question.cluster, {}).value.inter.bandwidth)
+    if isinstance(question.cluster, Contents):
+        rates += _usual_rate(cluster.gpu.name, cluster.gpus_per_node)
+    usual, rate = cluster.gpus_per_node * cluster.inter.bandwidth, cluster.inter.bandwidth
+    if cluster.gpus_per_node == 1 or not any(math.isclose(one, usual) for one in rates):
+        return ()
+    node, gpu, all_ = (
+        scaled(8 * one, "bit/s") for one in (rate, rate / cluster.gpus_per_node, usual)
+    )
+    words = f"inter.bandwidth is a node's, and {node} of it are {gpu} a GPU"
+    return (f"{words}: clusters of this class have {all_} a node",)
+
+
+@cache
+def _usual_rate(gpu: str, gpus_per_node: int) -> list[float]:
+    """What most clusters of the catalog with such nodes have between them, if there is any."""
+    every = (load_cluster(name).value for name in names("clusters"))
+    alike = Counter(
+        cluster.inter.bandwidth
+        for cluster in every
+        if (cluster.gpu.name, cluster.gpus_per_node) == (gpu, gpus_per_node)
+    )
+    return [rate for rate, _ in alike.most_common(1)]
 
 
 def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]:
@@ -250,9 +294,17 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
         DIVIDED_EXPERTS: experts and work.experts_apart,
         WHOLE_EXPERTS: experts and not work.experts_apart,
         CONTEXT: work.cp > 1,
+        PIPELINED: work.pp > 1 and _reduces_often(job.strategy),
     }
     lacks = [f"{WHAT_IF}{job.stack.name} has {text}" for text in job.lacks()]
     return (*lacks, *(text for text, holds in holding.items() if holds))
+
+
+def _reduces_often(strategy: Strategy) -> bool:
+    """Whether it is FSDP2 that keeps no unit whole, or reduces gradients in every micro-step."""
+    if not isinstance(strategy, FSDP) or strategy.version == 1:
+        return False
+    return strategy.reshard_after_forward is not False or strategy.sync == "every"
 
 
 def alike(notes: Iterable[Sequence[str]]) -> list[str]:

@@ -3,18 +3,35 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from co2sim.catalog import Fact
 from co2sim.common.html_card import card
 from co2sim.common.units import Bytes, Seconds, counted, duration, scaled
 from co2sim.schedule.mesh import Mesh
 
-FAR = 6.0
-"""From this distance on a published run says little: stack, GPU and strategy differ, say."""
+FAR = 7.5
+"""From this distance on a published run says little: stack, GPU, strategy and batch differ, say. An
+eighth of the published runs are so far from the nearest one of another source."""
 
 _NAMED = 8
 """Assumed inputs that are named."""
+
+MemoryFit: TypeAlias = Literal["fits", "tight", "may not fit", "does not fit"]
+"""The answers to the question whether something fits in the memory of a GPU."""
+
+TIGHT = 0.85
+"""The share of a GPU's memory from which on a prediction that fits is tight."""
+
+
+def memory_fit(needed: Bytes, room: Bytes, low: Bytes | None = None) -> MemoryFit:
+    """Whether the predicted bytes fit, whose 90 % interval begins at `low`.
+
+    What is predicted to need more than there is may still fit, if the interval says so.
+    """
+    if needed <= room:
+        return "tight" if needed > TIGHT * room else "fits"
+    return "does not fit" if low is None or low > room else "may not fit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -39,7 +56,8 @@ class Result(Mesh):
     included. `sent_bytes_per_gpu_per_step` is what a GPU sends on any link by collective (empty for
     what was measured), and `wire_bytes_per_gpu_per_step` its sum; of a pipeline both are of the
     first stage. `memory_bytes_per_gpu` is by item, and in all ("total"), `memory_bytes_low` and
-    `memory_bytes_high` are the ends of its 90 % interval; `allocated_bytes_per_gpu` is what
+    `memory_bytes_high` are the ends of its 90 % interval, and `memory_interval_source` says where
+    they come from; `allocated_bytes_per_gpu` is what
     PyTorch's `max_memory_allocated` counts of it. `assumed` lists the inputs that no
     source supports, `notes` what was chosen for options that were left open, which options
     change nothing, and what is not counted, `warnings` which option holds the strategy back,
@@ -99,6 +117,7 @@ class Result(Mesh):
     gpu_memory_bytes: Bytes
     memory_bytes_low: Bytes | None = None
     memory_bytes_high: Bytes | None = None
+    memory_interval_source: str = ""
     fits_in_memory: bool
     usd_per_billion_tokens: float | None
     cost_per_billion_tokens: float | None = None
@@ -159,10 +178,6 @@ class Result(Mesh):
         return found
 
     def _key_figures(self) -> dict[str, str]:
-        memory = scaled(self.memory_bytes_per_gpu["total"], "B")
-        fits = f", {self.misfit}" if self.misfit else ""
-        if not fits and self.memory_fit == "tight":
-            fits = ", tight"
         cost = {}
         if self.cost_per_billion_tokens is not None:
             price = f"{self.cost_per_billion_tokens:,.2f} {self.currency}"
@@ -172,7 +187,7 @@ class Result(Mesh):
             "step": duration(self.step_time_s),
             "MFU": f"{self.mfu:.1%}",
             "exposed communication": f"{self.exposed_share:.1%}",
-            "memory": f"{memory} of {scaled(self.gpu_memory_bytes, 'B')}{fits}",
+            "memory": self.memory_answer,
             **cost,
         }
 
@@ -192,19 +207,36 @@ class Result(Mesh):
         return self.nearest_published is not None and self.nearest_published >= FAR
 
     @property
-    def memory_fit(self) -> Literal["fits", "tight", "does not fit"]:
-        """Tight: the memory of the GPU lies in the 90 % interval of what is needed."""
-        low, high, room = self.memory_bytes_low, self.memory_bytes_high, self.gpu_memory_bytes
-        if low is None or high is None:
-            return "fits" if self.fits_in_memory else "does not fit"
-        return "fits" if high <= room else "tight" if low <= room else "does not fit"
+    def memory_fit(self) -> MemoryFit:
+        """Whether it fits in memory."""
+        needed = self.memory_bytes_per_gpu["total"]
+        return memory_fit(needed, self.gpu_memory_bytes, self.memory_bytes_low)
 
     @property
     def misfit(self) -> str:
-        """What to say of a case that needs more memory than there is; empty of others."""
-        if self.fits_in_memory:
+        """The same of a case that needs more memory than there is; empty of others."""
+        return "" if self.fits_in_memory else self.memory_fit.upper()
+
+    @property
+    def memory_word(self) -> str:
+        """The verdict for tables and charts, in capitals where more is needed than there is."""
+        return self.misfit or self.memory_fit
+
+    @property
+    def memory_answer(self) -> str:
+        """What a GPU needs of the memory that it has, with the interval, and whether that fits."""
+        needed = self.memory_bytes_per_gpu["total"]
+        text = f"{scaled(needed, 'B')} of {scaled(self.gpu_memory_bytes, 'B')}{self._memory_ends()}"
+        high = self.memory_bytes_high
+        risky = self.fits_in_memory and high is not None and high > self.gpu_memory_bytes
+        doubt = "; not at the bad end: test it on one node first" if risky else ""
+        return f"{self.memory_word}, {text}{doubt}"
+
+    def _memory_ends(self) -> str:
+        low, high = self.memory_bytes_low, self.memory_bytes_high
+        if low is None or high is None:
             return ""
-        return "MAY NOT FIT" if self.memory_fit == "tight" else "DOES NOT FIT"
+        return f" (90 %: {scaled(low, 'B')} to {scaled(high, 'B')})"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""

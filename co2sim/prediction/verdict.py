@@ -7,6 +7,7 @@ from typing import Any
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import figures
+from co2sim.prediction.intervals import unshared
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
@@ -24,8 +25,10 @@ class Verdict:
     Its steps are `step_time_ratio` times as fast as those of `against`, and it needs `factor` times
     as many, `low` to `high` (None: not known; a `high` of None alone: `low` or more).
     `against_fits` says whether that one fits in memory. `sooner` is
-    by how much it is faster to the loss: 0.07 for 7 %, below 0 where it is slower. `certain` says
-    that this sign holds at both ends of the factor. `source` is where the factor comes from.
+    by how much it is faster to the loss: 0.07 for 7 %, below 0 where it is slower, `sooner_low` and
+    `sooner_high` are the ends of its 90 % range by the factor and by what the errors of the two
+    speeds do not share (a `sooner_low` of None: not known). `certain` says that this sign holds at
+    both ends. `source` is where the factor comes from.
     `python` is the line that trains so; None where nothing does, for the reason `untrainable`.
     """
 
@@ -37,6 +40,8 @@ class Verdict:
     low: float | None
     high: float | None
     sooner: float | None
+    sooner_low: float | None
+    sooner_high: float | None
     certain: bool
     source: str
     python: str | None
@@ -47,7 +52,7 @@ class Verdict:
         if self.step_time_ratio is None:
             return "not known, as no synchronous strategy could be simulated with this batch"
         head = f"steps {figures(self.step_time_ratio)} times as fast as {self.against}"
-        head += "" if self.against_fits else " (which does not fit in memory)"
+        head += "" if self.against_fits else " (which is predicted not to fit in memory)"
         if self.factor is None or self.sooner is None:
             name = self.strategy.partition("(")[0]
             return (
@@ -65,14 +70,26 @@ class Verdict:
 
     def _outcome(self) -> str:
         assert self.sooner is not None
-        if self.sooner >= 0:
-            sooner = f"{1 - 1 / (1 + self.sooner):.0%} sooner".replace("%", " %")
-            return sooner + self._doubt()
-        later = f"{1 / (1 + self.sooner) - 1:.0%} longer".replace("%", " %")
-        return f"not worth it, {later}" if self.certain else f"{later}{self._doubt()}"
+        assert self.sooner_high is not None
+        low, high = self.sooner_low, 1 + self.sooner_high
+        times = f"{f'{1 + low:.3g} to' if low is not None else 'at most'} {high:.3g} times as fast"
+        if not self.certain:
+            return f"whether it is worth it is not known, {times} to the same loss"
+        head, more = ("", "sooner") if self.sooner >= 0 else ("not worth it, ", "longer")
+        if low is None or not tells(1 + low, high):
+            return f"{head}{more}, by how much is not known: {times} to the same loss"
+        much = 1 - 1 / (1 + self.sooner) if self.sooner >= 0 else 1 / (1 + self.sooner) - 1
+        return f"{head}{much:.0%}".replace("%", " %") + f" {more}"
 
-    def _doubt(self) -> str:
-        return "" if self.certain else ", not certain"
+
+VAGUE = 3.0
+"""Of the ends of a range, from which on its middle is no advice. The middle is then off by a factor
+of 1.7 at either end, more than offers of the same GPU differ in price."""
+
+
+def tells(low: float, high: float) -> bool:
+    """Whether a ratio in this range says which of two is the better, and about how much."""
+    return not low < 1 < high and high <= VAGUE * low
 
 
 def verdicts(
@@ -116,7 +133,10 @@ def _verdict(
     needed = step_factor(result.strategy, scale_of(result), goal)
     line, untrainable = python_line(strategy)
     ratio = None if other is None else other.step_time_s / result.step_time_s
-    sooner, certain = None, False
+    sooner: float | None = None
+    low: float | None = None
+    high: float | None = None
+    certain = False
     if other is not None and needed is not None:
         base = step_factor(other.strategy, scale_of(other), goal)
         if base is not None and base.factor != 1:  # a user says so
@@ -126,7 +146,8 @@ def _verdict(
                 low=needed.low / base.factor,
                 high=None if needed.high is None else needed.high / base.factor,
             )
-        sooner, certain = _judged(result, other, needed)
+        sooner, low, high = _judged(result, other, needed)
+        certain = high < 0 if sooner < 0 else low is not None and low >= 0
     return Verdict(
         strategy=result.strategy,
         against=None if other is None else other.strategy,
@@ -136,6 +157,8 @@ def _verdict(
         low=needed.low if needed else None,
         high=needed.high if needed else None,
         sooner=sooner,
+        sooner_low=low,
+        sooner_high=high,
         certain=certain,
         source=needed.source if needed else "neither published nor measured",
         python=line,
@@ -143,12 +166,17 @@ def _verdict(
     )
 
 
-def _judged(result: Result, other: Result, factor: StepFactor) -> tuple[float, bool]:
-    """By how much it is faster to the loss, and whether the sign of that is certain."""
+def _judged(result: Result, other: Result, factor: StepFactor) -> tuple[float, float | None, float]:
+    """By how much it is faster to the loss, and the ends of that; a low one of None: not known."""
     ratio = other.step_time_s / result.step_time_s
-    sooner = ratio / factor.factor - 1
-    end = factor.low if sooner < 0 else factor.high
-    return sooner, end is not None and (end < ratio if sooner >= 0 else end >= ratio)
+    reach = unshared(result, other)
+    reach = reach if math.isfinite(reach) else 0.0  # measured ones
+    gain = ratio / factor.factor
+    best = gain * math.exp(math.hypot(reach, math.log(factor.factor / factor.low)))
+    if factor.high is None:
+        return gain - 1, None, best - 1
+    worst = gain * math.exp(-math.hypot(reach, math.log(factor.high / factor.factor)))
+    return gain - 1, worst - 1, best - 1
 
 
 def _comparable(result: Result, other: Result) -> bool:

@@ -450,7 +450,7 @@ class Measure:
         for entry in group:
             result = entry.result
             if figure := self.of(entry):
-                memory = result.misfit or result.memory_fit
+                memory = result.memory_word
                 fits, gpus = result.fits_in_memory, result.gpus
                 row = figure_row(entry.strategy, figure, fits=fits, memory=memory, gpus=gpus)
                 rows.append(row)
@@ -563,6 +563,7 @@ def efficiency(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
             entry.strategy,
             (entry.efficiency.value, *(entry.efficiency.ends or (None, None))),
             fits=entry.fits,
+            memory=entry.result.memory_word,
             gpus=entry.result.gpus,
             shown=str(entry.efficiency),
             exposed=f"{entry.result.exposed_share:.1%}",

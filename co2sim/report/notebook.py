@@ -58,8 +58,7 @@ def of_result(result: Result) -> alt.VConcatChart:
     bars = shares(named, in_legend=True), memory(named, in_legend=True)
     length = duration(result.round_time_s)
     has, needs = result.gpu_memory_bytes / GIB, result.memory_bytes_per_gpu["total"] / GIB
-    fits = f"; {result.misfit}" if result.misfit else ""
-    size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed){fits}"
+    size = f"{needs:.3g} GiB of {has:.3g} GiB (dashed); {result.memory_word}"
     steps = counted(result.steps_per_round, "step")
     titles = f"A round of {steps} takes {length}", f"Memory of a GPU: {size}"
     chart = alt.vconcat(
@@ -362,7 +361,8 @@ def _rows(frame: pd.DataFrame, y: str, across: str | None, series: Sequence[str]
         figure = row[y], None if pd.isna(low) else low, None if pd.isna(high) else high
         name = ", ".join(_word(name, row[name]) for name in series) or alone
         fits = bool(row.get("fits_in_memory", True))
-        rows.append(figure_row(name, figure, fits=fits, at=row[across] if across else ""))
+        memory, where = str(row.get("memory_fit") or ""), row[across] if across else ""
+        rows.append(figure_row(name, figure, fits=fits, memory=memory, at=where))
     return rows
 
 

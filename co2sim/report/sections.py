@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from co2sim.prediction.evidence import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.figures import ends, shared_batch
-from co2sim.prediction.intervals import EVIDENCE_COLUMNS, evidence_rows, nearest
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
@@ -200,7 +200,7 @@ def trust(
         first = shown[0]
         note = (
             f"The published runs that are most like {first.strategy} on {first.cluster}. A distance"
-            " of 1 is twice as many parameters, or four times as many GPUs or tokens of a pass;"
+            " of 1 is twice as many parameters, or four times as many GPUs or samples of a pass;"
             " another stack, GPU or way of sharing counts 2."
         )
         near = nearest(first.case, first.result)

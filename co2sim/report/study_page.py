@@ -15,7 +15,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, local_updates
 from co2sim.prediction.totals import result_to_dict
-from co2sim.prediction.verdict import Verdict
+from co2sim.prediction.verdict import Verdict, tells
 from co2sim.report import charts, sections, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
@@ -306,7 +306,7 @@ def _compared(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
         ratio, sure, interval = _pace(top) / _pace(other), _ratio(top, other), ""
         if sure is not None:
             interval = f" (90 %: {sure[0]:.2g} to {sure[1]:.2g} times)"
-        yield from _headline(top, other, ratio, f"on {size}{interval}")
+        yield from _headline(top, other, ratio, f"on {size}{interval}", sure)
         yield (
             f"That is with the fastest strategy of each: {top.strategy} on {top.cluster},"
             f" {other.strategy} on {other.cluster}."
@@ -317,8 +317,10 @@ def _compared(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
     yield " ".join(f"{entry.cluster} is {entry.result.cluster}." for entry in best)
 
 
-def _headline(top: Answered, other: Answered, ratio: float, where: str) -> Iterator[str]:
-    """The headline of two clusters."""
+def _headline(
+    top: Answered, other: Answered, ratio: float, where: str, sure: tuple[float, float] | None
+) -> Iterator[str]:
+    """The headline of two clusters; no advice where the range of the ratio is too wide for one."""
     names = {top.result.strategy, other.result.strategy}
     alike = top.asked or len(names) == 1 or not local_updates(names)
     speed = "" if alike else f" in {top.result.unit}s/s"
@@ -326,7 +328,9 @@ def _headline(top: Answered, other: Answered, ratio: float, where: str) -> Itera
         advice = ": take the one that costs less" if alike else ""
         yield f"{top.cluster} and {other.cluster} are equally fast{speed} {where}{advice}."
         return
-    worth = f": it is worth {_dearer(ratio)}" if alike else ""
+    known = sure is None or tells(*sure)
+    worth = f": it is worth {_dearer(ratio)}" if known else ": what it is worth is not known"
+    worth = worth if alike else ""
     verb = "trains" if alike else "is"
     yield f"{top.cluster} {verb} {_faster(ratio)} {other.cluster}{speed} {where}{worth}."
 

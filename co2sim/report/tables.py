@@ -69,10 +69,8 @@ def speeds(group: Sequence[Answered]) -> Table:
 
 def _speed(entry: Answered) -> list[str]:
     texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
-    if not entry.fits:
-        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.misfit}"
-    elif entry.result.memory_fit == "tight":
-        texts[-1] = f"{texts[-1]}, tight"
+    if entry.result.memory_fit != "fits":
+        texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.memory_word}"
     return [entry.strategy, str(entry.result.gpus), *texts]
 
 

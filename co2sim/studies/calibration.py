@@ -20,7 +20,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import GIB, reserved
-from co2sim.models.stack import Stack
+from co2sim.models.stack import CALIBRATED, Stack
 from co2sim.prediction.intervals import setting_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -341,8 +341,6 @@ def _determined(numbers: Sequence[Number], slopes: Array) -> dict[str, float]:
 HEAD = "Written by `co2sim calibrate`"
 """How such a file begins, behind its sign of a comment."""
 
-_CALIBRATED = ", calibrated by "
-
 
 def stack_file(
     job: Question, runs: Sequence[MeasuredRun], calibrated: Calibrated, name: str
@@ -357,9 +355,9 @@ def stack_file(
             override(tree, path.removeprefix("stack."), text)
     document = tomlkit.document()
     document.add(tomlkit.comment(f"{HEAD}. Predict with it: --stack THIS_FILE"))
-    name_before = job.load_stack().value.name.partition(_CALIBRATED)[0]
+    name_before = job.load_stack().value.name.partition(CALIBRATED)[0]
     measured = [*tree.get("measured", ()), *_settings(runs, calibrated)]
-    tree["name"] = f"{name_before}{_CALIBRATED}{counted(len(measured), 'run')}"
+    tree["name"] = f"{name_before}{CALIBRATED}{counted(len(measured), 'run')}"
     for n in NUMBERS:
         if n.name in calibrated.values:
             tree[n.name] = {

@@ -157,6 +157,7 @@ LONGEST = 60
 
 COMMAND_LINES = {
     ("analysis/cli/convergence.py", "tau"),
+    ("analysis/cli/published.py", "runs"),
     ("analysis/cli/published.py", "validate_command"),
     ("analysis/cli/measured.py", "lab"),
 }

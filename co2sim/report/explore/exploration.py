@@ -98,6 +98,9 @@ class Exploration:
 class Figures:
     """Of one case. Shares are of a round; `memory` is in GiB on a GPU, which has `capacity`.
 
+    `memory_low` and `memory_high` are the ends of its 90 % interval (None: not known), and
+    `memory_fit` says whether it fits.
+
     `slowest` and `fastest` are the ends of the 90 % interval, as shares of `tokens_per_s`. `factor`
     is how many times the tokens of DDP it trains; None if not known. `factor_low` and `factor_high`
     are the ends of its range, relative to it. `watts` is the power of all
@@ -121,6 +124,9 @@ class Figures:
     behind: float
     slower: float
     memory: float
+    memory_low: float | None
+    memory_high: float | None
+    memory_fit: str
     capacity: float
     fits: bool
     factor: float | None
@@ -144,6 +150,7 @@ def figures(case: Question, result: Result, goal: Goal) -> Figures:
     _, behind, exposed, slower = parts(result).values()
     factor = step_factor(result.strategy, scale_of(result), goal)
     low, high = result.tokens_per_s_low, result.tokens_per_s_high
+    least, most = result.memory_bytes_low, result.memory_bytes_high
     ends = (None, None) if factor is None else factor.ends
     return Figures(
         strategy=result.strategy,
@@ -161,6 +168,9 @@ def figures(case: Question, result: Result, goal: Goal) -> Figures:
         behind=behind,
         slower=slower,
         memory=result.memory_bytes_per_gpu["total"] / GIB,
+        memory_low=None if least is None else least / GIB,
+        memory_high=None if most is None else most / GIB,
+        memory_fit=result.memory_word,
         capacity=cluster.gpu.memory / GIB,
         fits=result.fits_in_memory,
         factor=None if factor is None else factor.factor,

@@ -29,7 +29,7 @@ LOGARITHMIC = ("tokens_per_s", "lost", "lost_least", "lost_most")
 """Figures that are interpolated by their logarithms."""
 CHOSEN = (
     *("strategy", "samples", "micro_batch", "micro_steps", "recompute", "precision", "stack"),
-    *("memory", "fits"),
+    *("memory", "memory_low", "memory_high", "memory_fit", "fits"),
 )
 """What is chosen, and what follows from it alone: it is that of the nearest knot."""
 _DIGITS = 6

@@ -235,14 +235,25 @@ def shares() -> Spec:
 
 
 def memory() -> Spec:
-    """The memory of a GPU, a bar for each strategy, beside what the GPU has."""
+    """The memory of a GPU, a bar and its 90 % interval for each strategy, beside what it has."""
     bars = (
         alt.Chart(_ROWS)
         .mark_bar(color=COLOURS[0])
         .encode(
             x=alt.X("size:Q", title="GiB on a GPU"),
             y=STRATEGIES,
-            tooltip=["strategy:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")],
+            tooltip=[
+                "strategy:N",
+                alt.Tooltip("size:Q", format=".3~g", title="GiB"),
+                alt.Tooltip("interval:N", title="90 % interval"),
+                alt.Tooltip("memory:N"),
+            ],
         )
     )
-    return spec(alt.layer(bars, memory_line(_NOW, "has:Q")), ROW)
+    ends = (
+        alt.Chart(_ROWS)
+        .transform_filter("isValid(datum.low)")
+        .mark_rule(strokeWidth=2, color=TEXT)
+        .encode(x="low:Q", x2="high:Q", y=STRATEGIES)
+    )
+    return spec(alt.layer(bars, ends, memory_line(_NOW, "has:Q")), ROW)

@@ -13,15 +13,17 @@ from co2sim.common.units import duration, number, scaled
 from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.counted import WEEK
+from co2sim.prediction.evidence import nearest, published_runs
 from co2sim.prediction.figures import INTERVAL
-from co2sim.prediction.intervals import nearest, published_runs, shares, undecided
+from co2sim.prediction.intervals import undecided
+from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
 from co2sim.prediction.totals import Totals
 from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals
-from co2sim.report.text.result import as_taken, first_of, fit, fitting, speeds
+from co2sim.report.text.result import as_taken, first_of, fitting, speeds
 from co2sim.report.text.screen import WIDTH, Screen
 
 
@@ -113,7 +115,7 @@ def of_one(
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(entry, tokens)),
-        ("memory", memory(r)),
+        ("memory", r.memory_answer),
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
         ("batch", batch_row([r])),
@@ -187,16 +189,6 @@ def _speed(entry: Simulated, tokens: float | None) -> str:
 def _useful(entry: Simulated) -> float:
     """The share of the time that failures leave, as the days of the answer count it."""
     return 1.0 if entry.totals is None else entry.totals.goodput
-
-
-def memory(r: Result) -> str:
-    """Whether it fits in a GPU, in the words of all answers, and how much it needs."""
-    size, room = scaled(r.memory_bytes_per_gpu["total"], "B"), scaled(r.gpu_memory_bytes, "B")
-    text = f"{fit(r)}: {size} of the {room} of a GPU"
-    if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
-        ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
-        text += f" (90 %: {ends[0]} to {ends[1]})"
-    return text
 
 
 _INSTEAD = 3
@@ -361,11 +353,9 @@ def _like_it(case: Question, r: Result) -> list[str]:
     """The nearest published run, and how far off predictions of such runs were."""
     if r.nearest_published is None:
         return [f"{INTERVAL}: {r.interval_source}"] if r.interval_source else []
-    run = nearest(case, r, 1)[0].run
-    text = (
-        f"{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: published"
-        f" {run.published:,.0f} a GPU, predicted {run.predicted:,.0f}"
-    )
+    near = nearest(case, r, 1)[0]
+    run = near.run
+    text = f"{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: {near.compared}"
     about = [note.partition("; all of")[0] for note in r.notes if note in notes.HOW_FAR_OFF]
     if about:
         return [text, *about]
@@ -455,7 +445,7 @@ def _without(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     by_verdict: dict[str, dict[str, None]] = {}
     for label, entry in misfits.items():
         name = label if entry.method in somewhere else entry.method
-        by_verdict.setdefault(fit(entry.result), {})[name] = None
+        by_verdict.setdefault(entry.result.memory_word, {})[name] = None
     said = [
         f"{verdict} in {room}: {first_of([*names], _NAMED)}"
         for verdict, names in by_verdict.items()
@@ -581,7 +571,7 @@ def _table(
         size = scaled(r.memory_bytes_per_gpu["total"], "B")
         spent = _spent(entry, entries, tokens)
         rows.append(
-            [*cells, *spent, *to_loss, *speed, *step, f"{r.exposed_share:.1%}", size, fit(r)]
+            [*cells, *spent, *to_loss, *speed, *step, f"{r.exposed_share:.1%}", size, r.memory_word]
         )
     return columns, rows
 
@@ -673,7 +663,7 @@ def _largest(
 ) -> list[str]:
     """What a row says of the largest number of GPUs."""
     r = entry.result
-    rest = [*[f"{r.exposed_share:.0%}"] * exposed, fit(r)]
+    rest = [*[f"{r.exposed_share:.0%}"] * exposed, r.memory_word]
     low, high = r.tokens_per_s_low, r.tokens_per_s_high
     if tokens is None:
         if low is None or high is None:

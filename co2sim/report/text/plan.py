@@ -18,7 +18,6 @@ from co2sim.report.text.answer import (
     job,
     labels,
     legend,
-    memory,
     place,
     setup,
     shared_rows,
@@ -71,7 +70,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
         rows=[
             *_beside(answer, short),
             *([("cost", bill)] if bill else []),
-            ("memory", memory(choice.result)),
+            ("memory", choice.result.memory_answer),
             *([("turns", short.turning(answer, turns[0]))] if turns else []),
             ("counted", counted_row([entry], learns=False)),
             *shared_rows(entry, [entry]),
@@ -196,17 +195,8 @@ def words(
 def _room(choice: Candidate) -> str:
     """How much of the memory of a GPU it takes, and whether published runs are near."""
     result = choice.result
-    size, room = (
-        scaled(result.memory_bytes_per_gpu["total"], "B"),
-        scaled(result.gpu_memory_bytes, "B"),
-    )
-    text = f"Memory: {size} of the {room} of a GPU, {result.misfit or result.memory_fit}"
-    if result.memory_bytes_low is not None and result.memory_bytes_high is not None:
-        ends = scaled(result.memory_bytes_low, "B"), scaled(result.memory_bytes_high, "B")
-        text += f" (90 %: {ends[0]} to {ends[1]})"
-    if result.unlike_published:
-        return f"{text}. No published run is near it: test it first."
-    return f"{text}." if result.memory_fit == "fits" else f"{text}. Test it on one node first."
+    text = f"Memory of a GPU: {result.memory_answer}."
+    return f"{text} No published run is near it: test it first." * result.unlike_published or text
 
 
 def doubts(answer: Recommendation) -> list[str]:

@@ -1,6 +1,5 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
-import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,12 +15,12 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
-from co2sim.prediction import figures, intervals, notes
+from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
-from co2sim.prediction.intervals import error_model, undecided
+from co2sim.prediction.intervals import undecided
 from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
-from co2sim.prediction.result import Result
+from co2sim.prediction.result import Result, memory_fit
 from co2sim.prediction.step_factors import NO_GOAL, Goal
 from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
@@ -133,7 +132,7 @@ def print_comparison(
         (
             result.strategy,
             *(figure.shown(result) or "-" for figure in shown),
-            fit(result),
+            result.memory_word,
         )
         for result in results
     ]
@@ -148,16 +147,11 @@ def print_comparison(
         totals.print_totals(out, tokens, ("strategy",), names, results, trained)
 
 
-def fit(result: Result) -> str:
-    """The verdict on memory, in the words of all answers."""
-    return result.misfit or result.memory_fit
-
-
 def _near(case: Question, result: Result) -> list[str]:
     """The published run that is most like a case, where such runs made its interval."""
     if result.nearest_published is None:
         return []
-    return [f"nearest published run: {intervals.nearest(case, result, 1)[0]}"]
+    return [f"nearest published run: {evidence.nearest(case, result, 1)[0]}"]
 
 
 def _print_memory(out: Console, r: Result) -> None:
@@ -175,7 +169,10 @@ def _print_memory(out: Console, r: Result) -> None:
     if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
         ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
         rows.append(("90 % interval", " to ".join(ends)))
-    print_table(out, f"memory per GPU: {fit(r)} in {memory}", ("item", "size"), rows)
+    title = f"memory per GPU: {r.memory_word} in {memory}"
+    print_table(out, title, ("item", "size"), rows)
+    if r.memory_interval_source:
+        print_lines(out, f"90 % interval of memory: {r.memory_interval_source}")
 
 
 def _print_fitting(
@@ -219,13 +216,12 @@ def verdict_lines(verdict: Verdict, *, named: bool) -> tuple[str, str]:
 def print_evidence(case: Question, result: Result, *, named: bool = False) -> None:
     """The published runs that are most like it, with their errors; the strategy where `named`.
 
-    Throughputs are tokens/s of a GPU. A distance of 1 is twice as many parameters, or four times as
-    many GPUs or tokens of a pass; another stack, GPU or way of sharing counts 2.
+    Throughputs are tokens/s of a GPU; distances are those of `likeness`.
     """
-    near = intervals.nearest(case, result)
+    near = evidence.nearest(case, result)
     what = result.strategy if named else "it"
     title = f"the published runs that are most like {what}, predicted without their source"
-    print_table(console(), title, intervals.EVIDENCE_COLUMNS, intervals.evidence_rows(near), left=3)
+    print_table(console(), title, evidence.EVIDENCE_COLUMNS, evidence.evidence_rows(near), left=3)
 
 
 def batch_words(r: Result) -> str:
@@ -417,18 +413,11 @@ def fitting(
     rows = [
         (
             " ".join(f"--{name} {text}" for name, text in changes.items()),
-            f"{scaled(memory, 'B')}{_fit_of(memory, room)}",
+            f"{scaled(memory, 'B')}{f', {memory_fit(memory, room)}' * (memory <= room)}",
         )
         for changes, memory in shown
     ]
     return lines, heading, rows
-
-
-def _fit_of(needed: Bytes, room: Bytes) -> str:
-    """What to say of bytes that fit, but hardly."""
-    errors = error_model().memory
-    high = needed * math.exp(errors.reach) if errors else needed
-    return "" if high <= room or needed > room else ", tight"
 
 
 def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, str], Bytes]]:

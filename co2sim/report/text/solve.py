@@ -15,7 +15,6 @@ from co2sim.report.text.answer import (
     batch_row,
     labels,
     legend,
-    memory,
     place,
     setup,
     shared_rows,
@@ -339,7 +338,7 @@ def _of_cases(
         yield "cost", f"{hourly} for {counted(gpus, 'GPU')}"
     fullest = max(results, key=lambda title: results[title].memory_bytes_per_gpu["total"])
     which = f"; {short[fullest]}" if len(results) > 1 else ""
-    yield "memory", f"{memory(results[fullest])}, as it is{which}"
+    yield "memory", f"{results[fullest].memory_answer}, as it is{which}"
     yield "batch", batch_row(shown)
 
 

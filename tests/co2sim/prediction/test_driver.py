@@ -1,6 +1,7 @@
 """The public API: one question in, figures out, with warnings and notes."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,3 +238,40 @@ def test_the_name_of_a_cluster_has_the_nodes_of_the_job_and_its_own_sites(
     """So that no header says of four sites that they are as many as the nodes."""
     result = simulate("dgx-h100", "gpt2-small", "ddp", gpus=16, micro_batch=1, accumulation=1)
     assert replace(result, cluster=name).place == place
+
+
+def warned(tmp_path: Path, rate: str) -> bool:
+    """Whether a cluster file of 8 H100 a node with this rate between nodes gets a warning."""
+    path = tmp_path / "offer.toml"
+    text = (
+        'name = "an offer"\nsource = "none"\nnodes = 8\ngpus_per_node = 8\ngpu = "h100"\n'
+        '[intra]\nbandwidth = "450 GB/s"\nefficiency = 0.8\nlatency = "3 us"\n'
+        f'[inter]\nbandwidth = "{rate}"\nefficiency = 0.9\nlatency = "10 us"\n'
+    )
+    path.write_text(text)
+    found = driver.run(Question(cluster=str(path), model="gpt2-small", strategy="ddp", gpus=16))
+    return any("bandwidth" in text for text in found.warnings)
+
+
+def test_the_rate_of_a_gpu_that_is_given_for_a_node_gets_a_warning(tmp_path: Path) -> None:
+    """In a file by what most clusters of the catalog have; else by what the cluster itself has."""
+    assert warned(tmp_path, "400 Gbit/s")
+    assert not warned(tmp_path, "100 Gbit/s")
+    assert not warned(tmp_path, "3200 Gbit/s")
+    for cluster, rate, expected in (
+        ("dgx-h100", "400 Gbit/s", True),
+        ("dgx-h100", "200 Gbit/s", False),
+        ("dgx-a100", "200 Gbit/s", True),
+        ("dgx-a100", "400 Gbit/s", False),
+        ("a100-tcp80", "10 Gbit/s", True),
+    ):
+        given = Question(
+            cluster=cluster,
+            model="gpt2-small",
+            strategy="ddp",
+            gpus=16,
+            overrides={"inter.bandwidth": rate},
+        )
+        assert any("bandwidth" in text for text in driver.run(given).warnings) == expected
+    plain = Question(cluster="p4d.24xlarge", model="gpt2-small", strategy="ddp", gpus=16)
+    assert not driver.run(plain).warnings

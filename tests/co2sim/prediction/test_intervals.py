@@ -22,6 +22,7 @@ from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.cluster import Cluster, Link, Scatter, Tier
 from co2sim.prediction.calibrations import calibrations, figures_of, squares
 from co2sim.prediction.driver import run
+from co2sim.prediction.evidence import nearest
 from co2sim.prediction.intervals import (
     Interval,
     RunKind,
@@ -29,12 +30,11 @@ from co2sim.prediction.intervals import (
     between,
     error_model,
     kind_of,
-    nearest,
     overlaps,
-    shares,
     undecided,
     unshared,
 )
+from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.strategies import STRATEGIES, parse

@@ -1,18 +1,22 @@
 """Whether a local-update method is worth it: the verdict, and the Python that trains so."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 from commands import Command
+from hypothesis import given
+from hypothesis import strategies as st
 
 from co2sim.prediction import driver
+from co2sim.prediction.intervals import unshared
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
-from co2sim.prediction.verdict import Verdict, python_line, verdicts
+from co2sim.prediction.verdict import VAGUE, Verdict, python_line, tells, verdicts
 from co2sim.strategies import parse
 
 torch = pytest.importorskip("torch")
@@ -77,26 +81,49 @@ def test_without_any_it_is_compared_with_what_a_worker_runs_inside(
 def test_sooner_is_the_speed_of_steps_over_the_steps_that_are_needed(
     simulated: dict[str, Result], share: float
 ) -> None:
-    """A factor without a range is certain, on either side of the ratio of the step times."""
+    """Of a factor without a range; certain once the speeds differ by more than their own errors."""
     pair = ("co2.published:tau=12", "ddp")
     ratio = simulated[pair[1]].step_time_s / simulated[pair[0]].step_time_s
     found = judged(simulated, f"{share * ratio}", *pair)
     assert found.sooner == pytest.approx(1 / share - 1)
-    assert found.certain
-    assert ("not worth it" in str(found)) == (share > 1)
+    reach = unshared(*(simulated[name] for name in pair))
+    assert found.certain == (abs(math.log(share)) > reach)
+    assert ("not worth it" in str(found)) == (share > 1 and found.certain)
 
 
-def test_what_an_end_of_the_factor_contradicts_is_not_certain(simulated: dict[str, Result]) -> None:
-    """A published factor has a range; certain is what holds at the end that speaks against it."""
+def test_what_an_end_of_the_range_contradicts_is_not_certain(simulated: dict[str, Result]) -> None:
+    """Certain is what holds at both ends of the factor and of what the two errors do not share.
+
+    Both count as independent, so that the sum of their reaches is always far enough, and that of
+    the factor alone never is.
+    """
     name = "co2.published:tau=12"
     result = simulated[name]
-    plain = verdicts([case(name), case("ddp")], [result, simulated["ddp"]], driver.run)[0]
+    pair = [case(name), case("ddp")]
+    plain = verdicts(pair, [result, simulated["ddp"]], driver.run)[0]
     assert plain.low < plain.high
+    reach = math.exp(unshared(result, simulated["ddp"]))
     middle = (plain.low * plain.high) ** 0.5
-    for ratio, certain in ((plain.low / 1.01, True), (middle, False), (plain.high * 1.01, True)):
+    ratios = {plain.low / 1.01: False, middle: False, plain.high * 1.01: False}
+    ratios |= {plain.low / reach / 1.01: True, plain.high * reach * 1.01: True}
+    for ratio, certain in ratios.items():
         slower = replace(simulated["ddp"], step_time_s=ratio * result.step_time_s)
-        found = verdicts([case(name), case("ddp")], [result, slower], driver.run)[0]
+        found = verdicts(pair, [result, slower], driver.run)[0]
         assert found.certain == certain
+        assert found.sooner_low < found.sooner < found.sooner_high
+        assert found.certain == (found.sooner_low * found.sooner_high > 0)
+
+
+@given(st.floats(0.01, 100), st.floats(1, 100))
+def test_a_wide_range_and_one_with_both_answers_tell_nothing(low: float, width: float) -> None:
+    """Whatever its middle is; and what a range tells, every range inside of it tells, too."""
+    high = low * width
+    if low < 1 < high or width > VAGUE * 1.0001:
+        assert not tells(low, high)
+    elif width < VAGUE * 0.9999:
+        assert tells(low, high)
+    if tells(low, high):
+        assert tells(low * width**0.25, high / width**0.25)
 
 
 def test_a_lower_bound_of_the_factor_never_makes_it_certainly_sooner(

@@ -190,9 +190,18 @@ def check(explorer: Explorer, settings: dict[str, str], tolerance: float) -> Non
         assert low == pytest.approx(result.tokens_per_s_low, rel=tolerance, abs=1)
         assert high == pytest.approx(result.tokens_per_s_high, rel=tolerance, abs=1)
         assert number(row["exposed"]) == pytest.approx(100 * result.exposed_share, abs=3)
-        assert number(row["GiB"].partition(",")[0]) == pytest.approx(
-            result.memory_bytes_per_gpu["total"] / 2**30, rel=0.01
-        )
+        needed, _, ends = row["GiB"].partition(" (")
+        sizes = needed, *ends.partition(")")[0].split(" to ")
+        for text, size in zip(
+            sizes,
+            (
+                result.memory_bytes_per_gpu["total"],
+                result.memory_bytes_low,
+                result.memory_bytes_high,
+            ),
+            strict=True,
+        ):
+            assert number(text) == pytest.approx(size / 2**30, rel=0.06)
         assert number(row["useful time"]) == pytest.approx(100 * total.goodput, abs=0.1)
         assert number(row["days"]) == pytest.approx(total.days, rel=tolerance + 0.01)
         assert number(row["USD"]) == pytest.approx(total.cost, rel=tolerance + 0.01)

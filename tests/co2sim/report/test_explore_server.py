@@ -353,6 +353,9 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             assert shown["exposed"] == result.exposed_share
             assert shown["memory"] == result.memory_bytes_per_gpu["total"] / GIB
             assert shown["fits"] == result.fits_in_memory
+            assert shown["memory_fit"] == result.memory_word
+            assert shown["memory_low"] == result.memory_bytes_low / GIB
+            assert shown["memory_high"] == result.memory_bytes_high / GIB
             assert shown["lost"] == 1 - kept.useful
 
 

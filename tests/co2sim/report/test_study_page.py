@@ -21,7 +21,7 @@ from one_sample import simulate
 
 from co2sim.models.memory import GIB
 from co2sim.prediction.driver import run
-from co2sim.prediction.intervals import nearest
+from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import bundle, charts, rounds, sections

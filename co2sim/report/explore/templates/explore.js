@@ -67,7 +67,7 @@ function derived(figures, positions, about) {
 const METRICS = {
   tokens_per_s: { words: () => `${asked.unit}s/s`, log: true, format: "~s", ends: ["low", "high"] },
   exposed: { words: () => "exposed communication", log: false, format: ".0%", ends: null },
-  memory: { words: () => "GiB on a GPU", log: false, format: "~g", ends: null },
+  memory: { words: () => "GiB on a GPU", log: false, format: "~g", ends: ["memory_low", "memory_high"] },
   days: { words: () => "days", log: true, format: "~g", ends: ["days_low", "days_high"], tokens: true },
   cost: { words: () => asked.currency, log: true, format: "~s", ends: ["cost_low", "cost_high"], tokens: true, money: true },
   useful: { words: () => "useful time", log: false, format: ".1%", ends: null, failures: true },
@@ -90,6 +90,9 @@ const three = (value) => {
 const whole = (value) => (value === null || value === undefined ? "-" : Math.round(value).toLocaleString("en"));
 const share = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(1)} %`);
 const range = (low, high, shown) => (low === null || high === null ? "" : ` (90\u00a0%: ${shown(low)} to ${shown(high)})`);
+
+const two = (value) => Number(value.toPrecision(2)).toLocaleString("en");
+const memoryEnds = (row, before = "", after = "") => (row.memory_low === null ? "" : `${before}${two(row.memory_low)} to ${two(row.memory_high)}${after}`);
 
 function answer(rows) {
   const shown = rows.filter((row) => !row.error && row.fits);
@@ -197,7 +200,7 @@ function curveRows(stops, many) {
         high,
         interval: low === null ? "" : `${three(low)} to ${three(high)}`,
         fits: row.fits,
-        memory: row.fits ? "fits" : "DOES NOT FIT",
+        memory: row.memory_fit,
       };
     }),
   );
@@ -241,7 +244,7 @@ function table(rows, kept) {
     const texts = row.error
       ? [row.error === "kept only" ? "" : "cannot be simulated", ...compared, ...Array(heads.length - (kept ? 4 : 2)).fill("")]
       : [whole(row.tokens_per_s), ...compared, row.low === null ? "-" : `${whole(row.low)} to ${whole(row.high)}`, share(row.exposed),
-         `${three(row.memory)}${row.fits ? "" : ", DOES NOT FIT"}`, `${row.micro_batch} x ${row.micro_steps}`, row.recompute,
+         `${three(row.memory)}${memoryEnds(row, " (", ")")}${row.memory_fit === "fits" ? "" : `, ${row.memory_fit}`}`, `${row.micro_batch} x ${row.micro_steps}`, row.recompute,
          ...(counts ? [share(row.useful)] : []),
          ...(state.tokens === null ? [] : [three(row.days), ...(asked.price === null ? [] : [three(row.cost)]), ...(energy ? [three(row.kwh)] : [])])];
     line.append(...texts.map((text) => cell("td", text, true)));
@@ -337,7 +340,7 @@ async function shownAt(positions) {
   byId("remarks").hidden = !notes.length;
   advise(rows, positions);
   const shown = rows.filter((row) => !row.error);
-  const sizes = shown.map((row) => ({ strategy: row.strategy, size: row.memory }));
+  const sizes = shown.map((row) => ({ strategy: row.strategy, size: row.memory, low: row.memory_low, high: row.memory_high, interval: memoryEnds(row), memory: row.memory_fit }));
   const names = shown.map((row) => row.strategy);
   await draw("shares", names, () => barSpec("shares", shown.length), "shares of the time of a round, a bar for each strategy", { rows: shareRows(shown) });
   await draw("memory", names, () => barSpec("memory", shown.length), "memory of a GPU, a bar for each strategy", { rows: sizes, now: shown.slice(0, 1).map((row) => ({ has: row.capacity })) });
@@ -365,7 +368,7 @@ async function shownAt(positions) {
 async function advise(rows, positions) {
   const large = rows.filter((row) => !row.error && !row.fits);
   const list = (texts) => byId("fitting").replaceChildren(...texts.map((text) => cell("li", text)));
-  if (!source.fitting) return list(large.map((row) => `${row.strategy} does not fit: fewer samples, more GPUs, recomputation, or a strategy that shards more; co2sim run says which would fit.`));
+  if (!source.fitting) return list(large.map((row) => `${row.strategy} ${row.memory_fit.toLowerCase()}: fewer samples, more GPUs, recomputation, or a strategy that shards more; co2sim run says which would fit.`));
   if (!large.length) return list([]);
   const texts = [];
   for (const row of large) {
