@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
@@ -94,18 +94,10 @@ def plan(
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
     search = Search(kept, wanted, space.headroom)
-    complete, inside, gamble = _looked(search, wanted, engine, done)
+    complete, inside, gamble, best, ahead = _looked(search, wanted, engine, done)
     if search.impossible and not (search.options or search.large or search.failed):
         name, reason = next(iter(search.impossible.items()))
         raise OptionError(f"{name}: {reason}")
-    best, ahead = search.best(), list(front(option for _, option in search.options))
-    if complete and not search.needs_power:
-        in_full = _in_full([*best, *ahead, *([gamble] if gamble else [])], wanted, engine)
-        try:
-            best, ahead = [list(islice(in_full, len(some))) for some in (best, ahead)]
-            gamble = next(in_full, None)
-        except KeyboardInterrupt:
-            complete = False
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
     return Recommendation(
@@ -128,12 +120,23 @@ def plan(
     )
 
 
-def _looked(
-    search: "Search", wanted: Objective, engine: Engine, done: Done | None
-) -> tuple[bool, bool, Candidate | None]:
+class _Seen(NamedTuple):
+    """What a search gave: whether it was not stopped, and whether anything is within the limits.
+
+    `gamble` is the best of that, `best` has those of all groups, `front` those that none beats.
+    """
+
+    complete: bool
+    inside: bool
+    gamble: Candidate | None
+    best: list[Candidate]
+    front: list[Candidate]
+
+
+def _looked(search: "Search", wanted: Objective, engine: Engine, done: Done | None) -> _Seen:
     """Look at all; then at what keeps the limits for sure, or without limits where none keeps them.
 
-    Gives whether it was not stopped, whether anything is within the limits, and the best of that.
+    Of what is shown all is simulated in the end.
     """
     complete = search.run(engine, done)
     inside, gamble = bool(search.options), None
@@ -146,7 +149,15 @@ def _looked(
         complete = search.run(engine, done)
         if not search.options:
             search.look_for(surely=False)
-    return complete, inside, gamble
+    best, ahead = search.best(), list(front(option for _, option in search.options))
+    if complete and not search.needs_power:
+        in_full = _in_full([*best, *ahead, *([gamble] if gamble else [])], wanted, engine)
+        try:
+            best, ahead = [list(islice(in_full, len(some))) for some in (best, ahead)]
+            gamble = next(in_full, None)
+        except KeyboardInterrupt:
+            complete = False
+    return _Seen(complete, inside, gamble, best, ahead)
 
 
 def _in_full(
