@@ -334,14 +334,19 @@ def _warnings(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 
 
-def shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
-    """What the stack has not, what one site does, how far off predictions of its kind were."""
+def shared_rows(
+    best: Simulated, entries: Sequence[Simulated], *, said: bool = False
+) -> list[tuple[str, str]]:
+    """What the stack has not, what one site does, how far off predictions of its kind were.
+
+    Where it is `said`, what it has not for the best has no line besides.
+    """
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
     whole = whole_words(best.case, best.totals)
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
-    if len(entries) > 1 and _lacking(entries) == _lacking([best]):
-        lacks = []  # the answer says it
+    if said and _lacking(entries) == _lacking([best]):
+        lacks = []
     turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
     return [*lacks, *turns, *near, *([("whole", whole)] if whole else [])]
 
@@ -426,7 +431,7 @@ def of_several(
             *(_without(entries) if table else []),
             ("counted", counted_row(entries, learns=bool(learning))),
             ("batch", batch_row(results)),
-            *shared_rows(best, entries),
+            *shared_rows(best, entries, said=True),
         ],
     )
 
@@ -523,7 +528,7 @@ def _chosen(trainings: totals.Trainings) -> list[str]:
     """The best trade, the cheapest and the fastest, a line each."""
     chosen = totals.chosen(trainings)
     if not chosen:
-        return totals.sentences(trainings)
+        return [totals.NOT_KNOWN]
     said = []
     for head, (name, r, total) in chosen.items():
         assert total is not None
@@ -544,6 +549,8 @@ def _undecided(best: Simulated, other: Simulated) -> bool:
     cluster, some of whose numbers differ, share errors as two strategies do.
     """
     if not other.result.fits_in_memory or best.result.gpus != other.result.gpus:
+        return False
+    if best.result.tokens_per_s == other.result.tokens_per_s:  # as good
         return False
     here, there = best.totals, other.totals
     if here is None or there is None or (here.factor.certain and there.factor.certain):
@@ -580,6 +587,9 @@ def _table(
         step = [duration(r.step_time_s)] if tokens is None else []
         size = scaled(r.memory_bytes_per_gpu["total"], "B")
         spent = _spent(entry, entries, tokens)
+        if "t CO2e" in columns:
+            kg = None if entry.totals is None else entry.totals.co2e_kg
+            spent.append("-" if kg is None else totals.amount(kg / 1000))
         rows.append(
             [*cells, *spent, *to_loss, *speed, *step, f"{r.exposed_share:.1%}", size, fit(r)]
         )
@@ -587,9 +597,13 @@ def _table(
 
 
 def _spent_heads(entries: Sequence[Simulated], tokens: float | None) -> list[str]:
+    """Days and money; carbon where only that differs, as by the grid."""
     if tokens is None:
         return []
-    return ["days (90 %)", _money(entries)]
+    trained = [entry.totals for entry in entries if entry.totals]
+    days, carbon = {total.days for total in trained}, {total.co2e_kg for total in trained}
+    greener = len(days) == 1 < len(carbon)
+    return ["days (90 %)", _money(entries), *(["t CO2e"] if greener else [])]
 
 
 def _money(entries: Sequence[Simulated]) -> str:
