@@ -410,7 +410,8 @@ def of_several(
     """The screen of several cases, with a row of the table for each.
 
     `named` are the columns that name a case, and their cells; `where` says what all share. `said`
-    are rows of a command, `key` its legend. `table` stands in place of a row for each case.
+    are rows of a command, which stay whatever the number of cases, and `key` is its legend. `table`
+    stands in place of a row for each case.
     """
     best = best_of(entries)
     columns, rows = table or _table(entries, named, goal, tokens)
@@ -422,7 +423,7 @@ def of_several(
         table=rows,
         left=len(named[0]),
         legend=key,
-        least=_LEAST,
+        least=1 + len(said),
         rows=[
             ("cost", _cost(entries, best, tokens, goal)),
             *(row for row in said if row not in learning),
@@ -434,10 +435,6 @@ def of_several(
             *shared_rows(best, entries, said=True),
         ],
     )
-
-
-_LEAST = 2
-"""Rows that are there whatever the number of cases."""
 
 
 def best_of(entries: Sequence[Simulated]) -> Simulated:
