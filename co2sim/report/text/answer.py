@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from co2sim.catalog.facts import rates
 from co2sim.common.tables import console
 from co2sim.common.units import duration, number, scaled
-from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.counted import WEEK
 from co2sim.prediction.figures import INTERVAL
@@ -224,7 +222,7 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
             each = f"{r.cost_per_billion_tokens:,.2f} {r.currency} for a billion {r.unit}s"
             said += [f"{each}, at {price} a GPU"]
         else:
-            said += [_no_price(best.case)]
+            said += [_NO_PRICE]
         return "; ".join([*said, "--tokens 1T gives days"])
     if total is None:
         return "not known, as the worth of its steps is not"
@@ -233,32 +231,10 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
     text = ", ".join(spent)
-    return text if total.cost is not None else f"{text}; {_no_price(best.case)}"
+    return text if total.cost is not None else f"{text}; {_NO_PRICE}"
 
 
-def _no_price(case: Question) -> str:
-    """How to give a price: one of the catalog for this GPU, whose name has its date."""
-    prices = _prices(case.load()[0].value.gpu)
-    if not prices:
-        return "no price: --set price_per_gpu='2.5 USD/h', say"
-    return f"no price: --set price_per_gpu={prices[0]}"
-
-
-_OF_GPU = re.compile(r"([a-z]+\d+)(?:-(\d+)(?=-))?")
-"""The GPU of a price, and its memory, with which its name begins: a100-80-aws-2026-11."""
-
-
-def _prices(gpu: GPU) -> list[str]:
-    """The names of the catalog's prices of a GPU: medians first, then the newest."""
-    words = re.split(r"[ ,-]+", gpu.name.lower())
-    alike = [
-        rate
-        for rate in rates("prices").values()
-        if (of := _OF_GPU.match(rate.name)) and of[1] in words[:2]
-        if of[2] is None or f"{of[2]}gb" in words
-    ]
-    alike.sort(key=lambda rate: ("median" in rate.name, rate.date), reverse=True)
-    return [rate.name for rate in alike]
+_NO_PRICE = "no price: --set price_per_gpu='2.5 USD/h', say"
 
 
 def batch_row(results: Sequence[Result]) -> str:

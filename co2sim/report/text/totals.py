@@ -68,10 +68,12 @@ def print_totals(
     outcomes: Sequence[object],
     trained: Sequence[Totals | None],
     left: int = 1,
+    *,
+    where: str = "",
 ) -> None:
     """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
 
-    The last column says what does not fit in memory, if anything does not.
+    The last column says what does not fit in memory, if anything does not; the title `where`.
     """
     unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
     known, cells = table_of(trained)
@@ -81,7 +83,8 @@ def print_totals(
         [*row, *more, *([misfit] if any(misfits) else [])]
         for row, misfit, more in zip(rows, misfits, cells, strict=True)
     ]
-    print_table(out, f"to train {short(tokens)} {unit}s", [*columns, *known], shown, left=left)
+    title = f"{where}{': ' if where else ''}to train {short(tokens)} {unit}s"
+    print_table(out, title, [*columns, *known], shown, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
