@@ -16,8 +16,7 @@ run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
 	  --stack transnormer-2023 --strategy co2.published:tau=48,worker=node,inner=zero2,dtype=bf16,average=leader \
 	  --strategy zeropp --strategy zero2:owners=true,bucket=8388608 --strategy ddp \
-	  --micro-batch 1 --accumulation 1 --recompute none \
-	  --gpus 8,16,32,64,128 --tokens 1e11 --set price_per_gpu=a100-80-aws-2026-11 \
+	  --micro-batch 1 --accumulation 1 --recompute none --gpus 8,16,32,64,128 --tokens 1e11 --set price_per_gpu=a100-80-aws-2026-11 \
 	  --published papers/co2/results.toml --out out --report out/report.html
 
 lint: $(STAMP)-dev

@@ -19,7 +19,7 @@ from co2sim.prediction.published import SpeedComparison, cases_of, compare, read
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, local_updates
-from co2sim.prediction.totals import result_to_dict
+from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.tables import COMPARED, comparison_cells
 from co2sim.report.text import answer, totals
@@ -296,13 +296,10 @@ def _print_details(terminal: Console, compared: _Compared, published: Path | Non
     totals.print_worth(terminal, results, goal, "")
     if tokens is not None:
         trained = totals.totals_for(cases, results, tokens, goal)
-        short = answer.labels(map(_asked, cases))
-        rows = [
-            [str(case.cluster), short[_asked(case)], f"{result.gpus:,}"]
-            for case, result in zip(cases, results, strict=True)
-        ]
-        columns = ("cluster", "strategy", "GPUs")
-        totals.print_totals(terminal, tokens, columns, rows, results, trained, left=3)
+        for cluster, some in groupby(
+            zip(cases, results, trained, strict=True), key=lambda each: each[0].cluster
+        ):
+            _print_totals(terminal, str(cluster), tokens, *zip(*some, strict=True))
         print_lines(terminal, *totals.basis_lines(cases, trained), "")
     if compared.comparisons:
         _print_published(terminal, compared.comparisons)
@@ -310,6 +307,21 @@ def _print_details(terminal: Console, compared: _Compared, published: Path | Non
         what = "tokens_per_s or scalability_ratio of these clusters and this model"
         print_lines(terminal, f"no cell of {published} is a {what}", "")
     print_assumed(terminal, results)
+
+
+def _print_totals(
+    terminal: Console,
+    cluster: str,
+    tokens: float,
+    cases: Sequence[Question],
+    results: Sequence[Result],
+    trained: Sequence[Totals | None],
+) -> None:
+    """What it takes on one cluster: the columns that name a case are repeated where it is cut."""
+    short = answer.labels(map(_asked, cases))
+    rows = [[short[_asked(c)], f"{r.gpus:,}"] for c, r in zip(cases, results, strict=True)]
+    columns = ("strategy", "GPUs")
+    totals.print_totals(terminal, tokens, columns, rows, results, trained, left=2, where=cluster)
 
 
 def _title(cluster: str, results: Sequence[Result], noise: Noise) -> str:

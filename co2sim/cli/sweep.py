@@ -275,9 +275,17 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
         rows.sort(key=lambda row: answer.pace(row[0]), reverse=True)
     first = rows[0][0].result
     job = answer.job(first, tokens) if "model" not in varied else ""
-    alike = [part for part in _shared(swept) if part != f"{first.model} on {first.cluster}"]
+    alike = [
+        next(iter(texts))
+        for texts in (
+            {entry.result.strategy for entry, _ in rows},
+            {counted(entry.result.gpus, "GPU") for entry, _ in rows},
+        )
+        if len(texts) == 1
+    ]
     places = {answer.place(entry.result) for entry, _ in rows}
-    place = [*places] if len(places) == 1 else []
+    clusters = {display_name(entry.case.cluster) for entry, _ in rows}
+    place = next((list(names) for names in (places, clusters) if len(names) == 1), [])
     return answer.of_several(
         [entry for entry, _ in rows],
         (varied, [cells for _, cells in rows]),

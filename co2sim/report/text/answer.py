@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from co2sim.catalog.facts import rates
 from co2sim.common.tables import console
 from co2sim.common.units import duration, number, scaled
-from co2sim.hardware.cluster import GPU
 from co2sim.prediction import figures, notes
 from co2sim.prediction.counted import WEEK
 from co2sim.prediction.evidence import nearest, published_runs
@@ -216,7 +214,7 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
             each = f"{r.cost_per_billion_tokens:,.2f} {r.currency} for a billion {r.unit}s"
             said += [f"{each}, at {price} a GPU"]
         else:
-            said += [_no_price(best.case)]
+            said += [_NO_PRICE]
         return "; ".join([*said, "--tokens 1T gives days"])
     if total is None:
         return "not known, as the worth of its steps is not"
@@ -225,32 +223,10 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
     text = ", ".join(spent)
-    return text if total.cost is not None else f"{text}; {_no_price(best.case)}"
+    return text if total.cost is not None else f"{text}; {_NO_PRICE}"
 
 
-def _no_price(case: Question) -> str:
-    """How to give a price: one of the catalog for this GPU, whose name has its date."""
-    prices = _prices(case.load()[0].value.gpu)
-    if not prices:
-        return "no price: --set price_per_gpu='2.5 USD/h', say"
-    return f"no price: --set price_per_gpu={prices[0]}"
-
-
-_OF_GPU = re.compile(r"([a-z]+\d+)(?:-(\d+)(?=-))?")
-"""The GPU of a price, and its memory, with which its name begins: a100-80-aws-2026-11."""
-
-
-def _prices(gpu: GPU) -> list[str]:
-    """The names of the catalog's prices of a GPU: medians first, then the newest."""
-    words = re.split(r"[ ,-]+", gpu.name.lower())
-    alike = [
-        rate
-        for rate in rates("prices").values()
-        if (of := _OF_GPU.match(rate.name)) and of[1] in words[:2]
-        if of[2] is None or f"{of[2]}gb" in words
-    ]
-    alike.sort(key=lambda rate: ("median" in rate.name, rate.date), reverse=True)
-    return [rate.name for rate in alike]
+_NO_PRICE = "no price: --set price_per_gpu='2.5 USD/h', say"
 
 
 def batch_row(results: Sequence[Result]) -> str:
@@ -326,14 +302,19 @@ def _warnings(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 
 
-def shared_rows(best: Simulated, entries: Sequence[Simulated]) -> list[tuple[str, str]]:
-    """What the stack has not, what one site does, how far off predictions of its kind were."""
+def shared_rows(
+    best: Simulated, entries: Sequence[Simulated], *, said: bool = False
+) -> list[tuple[str, str]]:
+    """What the stack has not, what one site does, how far off predictions of its kind were.
+
+    Where it is `said`, what it has not for the best has no line besides.
+    """
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
     whole = whole_words(best.case, best.totals)
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
-    if len(entries) > 1 and _lacking(entries) == _lacking([best]):
-        lacks = []  # the answer says it
+    if said and _lacking(entries) == _lacking([best]):
+        lacks = []
     turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
     return [*lacks, *turns, *near, *([("whole", whole)] if whole else [])]
 
@@ -395,7 +376,8 @@ def of_several(
     """The screen of several cases, with a row of the table for each.
 
     `named` are the columns that name a case, and their cells; `where` says what all share. `said`
-    are rows of a command, `key` its legend. `table` stands in place of a row for each case.
+    are rows of a command, which stay whatever the number of cases, and `key` is its legend. `table`
+    stands in place of a row for each case.
     """
     best = best_of(entries)
     columns, rows = table or _table(entries, named, goal, tokens)
@@ -407,7 +389,7 @@ def of_several(
         table=rows,
         left=len(named[0]),
         legend=key,
-        least=_LEAST,
+        least=1 + len(said),
         rows=[
             ("cost", _cost(entries, best, tokens, goal)),
             *(row for row in said if row not in learning),
@@ -416,13 +398,9 @@ def of_several(
             *(_without(entries) if table else []),
             ("counted", counted_row(entries, learns=bool(learning))),
             ("batch", batch_row(results)),
-            *shared_rows(best, entries),
+            *shared_rows(best, entries, said=True),
         ],
     )
-
-
-_LEAST = 2
-"""Rows that are there whatever the number of cases."""
 
 
 def best_of(entries: Sequence[Simulated]) -> Simulated:
@@ -513,7 +491,7 @@ def _chosen(trainings: totals.Trainings) -> list[str]:
     """The best trade, the cheapest and the fastest, a line each."""
     chosen = totals.chosen(trainings)
     if not chosen:
-        return totals.sentences(trainings)
+        return [totals.NOT_KNOWN]
     said = []
     for head, (name, r, total) in chosen.items():
         assert total is not None
@@ -534,6 +512,8 @@ def _undecided(best: Simulated, other: Simulated) -> bool:
     cluster, some of whose numbers differ, share errors as two strategies do.
     """
     if not other.result.fits_in_memory or best.result.gpus != other.result.gpus:
+        return False
+    if best.result.tokens_per_s == other.result.tokens_per_s:  # as good
         return False
     here, there = best.totals, other.totals
     if here is None or there is None or (here.factor.certain and there.factor.certain):
@@ -570,6 +550,9 @@ def _table(
         step = [duration(r.step_time_s)] if tokens is None else []
         size = scaled(r.memory_bytes_per_gpu["total"], "B")
         spent = _spent(entry, entries, tokens)
+        if "t CO2e" in columns:
+            kg = None if entry.totals is None else entry.totals.co2e_kg
+            spent.append("-" if kg is None else totals.amount(kg / 1000))
         rows.append(
             [*cells, *spent, *to_loss, *speed, *step, f"{r.exposed_share:.1%}", size, r.memory_word]
         )
@@ -577,9 +560,13 @@ def _table(
 
 
 def _spent_heads(entries: Sequence[Simulated], tokens: float | None) -> list[str]:
+    """Days and money; carbon where only that differs, as by the grid."""
     if tokens is None:
         return []
-    return ["days (90 %)", _money(entries)]
+    trained = [entry.totals for entry in entries if entry.totals]
+    days, carbon = {total.days for total in trained}, {total.co2e_kg for total in trained}
+    greener = len(days) == 1 < len(carbon)
+    return ["days (90 %)", _money(entries), *(["t CO2e"] if greener else [])]
 
 
 def _money(entries: Sequence[Simulated]) -> str:

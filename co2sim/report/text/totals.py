@@ -68,10 +68,12 @@ def print_totals(
     outcomes: Sequence[object],
     trained: Sequence[Totals | None],
     left: int = 1,
+    *,
+    where: str = "",
 ) -> None:
     """A table of what the training of tokens takes: `rows`, which name the cases, and totals.
 
-    The last column says what does not fit in memory, if anything does not.
+    The last column says what does not fit in memory, if anything does not; the title `where`.
     """
     unit = next(outcome.unit for outcome in outcomes if isinstance(outcome, Result))
     known, cells = table_of(trained)
@@ -81,7 +83,8 @@ def print_totals(
         [*row, *more, *([misfit] if any(misfits) else [])]
         for row, misfit, more in zip(rows, misfits, cells, strict=True)
     ]
-    print_table(out, f"to train {short(tokens)} {unit}s", [*columns, *known], shown, left=left)
+    title = f"{where}{': ' if where else ''}to train {short(tokens)} {unit}s"
+    print_table(out, title, [*columns, *known], shown, left=left)
 
 
 def table_of(every: Sequence[Totals | None]) -> tuple[list[str], list[list[str]]]:
@@ -272,32 +275,19 @@ def at_a_glance(totals: Totals, *, ranged: bool = True) -> str:
     return f"{text}, {totals.cost:,.0f} {totals.currency}{ends}"
 
 
-def sentences(trainings: Trainings) -> list[str]:
-    """The answer, a sentence each."""
-    best = chosen(trainings)
-    if not best:
-        return ["what its steps are worth is not known: --steps-factor sets it"]
-    alone = sum(totals is not None for _, _, totals in trainings) == 1
-    said = []
-    first = next(iter(best.values()))[1]
-    if not first.fits_in_memory:
-        who = first.misfit if alone else "none of these fits"
-        said.append(f"{who} in memory; if it did:")
-    for head, (name, result, totals) in best.items():
-        assert totals is not None
-        said.append(f"{'' if alone else f'{head}: '}{name}: {in_words(totals, result.unit)}.")
-    return [*said, *traded(best)]
+NOT_KNOWN = "what its steps are worth is not known: --steps-factor sets it"
+"""What is said where no training has totals."""
 
 
 def in_brief(trainings: Trainings) -> list[str]:
-    """The answer as `sentences` has it, of each training only days and money."""
+    """The answer, a sentence each: days and money of the best trainings."""
     best = chosen(trainings)
     said = []
     for head, (name, result, total) in best.items():
         assert total is not None
         lost = f"; it {result.misfit} in memory" if result.misfit else ""
         said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
-    return [*said, *traded(best)] if best else sentences(trainings)
+    return [*said, *traded(best)] if best else [NOT_KNOWN]
 
 
 def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]:
