@@ -102,3 +102,10 @@ def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     from analysis.cli import main as analysis_main  # noqa: PLC0415 - most tests need none of it
 
     return in_process("co2analysis", analysis_main, monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output is as wide as to a file, whatever a kernel of a notebook set in this process."""
+    for name in ("COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
