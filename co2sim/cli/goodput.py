@@ -332,7 +332,9 @@ def _print(out: Console, answers: Sequence[_Answer]) -> None:
         print_lines(out, *lines, "")
     for each in answers:
         if not each.result.fits_in_memory:
-            print_lines(out, f"warning: {each.title} does not fit in memory; see `co2sim run`", "")
+            print_lines(
+                out, f"warning: {each.title}: {each.result.misfit} in memory; see `co2sim run`", ""
+            )
     columns = ["strategy", *_SHARES, "low", "high"]
     rows = [_row(each) for each in answers]
     print_table(out, "shares of the time", columns, rows, left=1)

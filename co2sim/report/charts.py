@@ -398,8 +398,12 @@ def chart(
     heading = f"{first.model}, {shared_batch(results)}, {first.precision}"
     signs = ["Bands are 90 % intervals"] if any(r.tokens_per_s_low for r in results) else []
     signs += ["stars are published"] if comparisons else []
-    signs += [] if all(r.fits_in_memory for r in results) else ["hollow: does not fit in memory"]
-    signs += [f"not drawn where it does not fit: {', '.join(misfits)}"] if misfits else []
+    signs += [] if all(r.fits_in_memory for r in results) else ["hollow: more memory than there is"]
+    signs += (
+        [f"not drawn where more memory is needed than there is: {', '.join(misfits)}"]
+        if misfits
+        else []
+    )
     title = alt.TitleParams(
         wrap(heading + (f"; {uneven}" if uneven else ""), width),
         subtitle=wrap(", ".join(signs), width),
