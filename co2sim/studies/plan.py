@@ -463,13 +463,18 @@ class Search:
     def _outside_limits(self, promise: _Promise) -> bool:
         """Whether even at its best a case takes too long, or costs too much.
 
-        At the bad end of its interval the range of the step factor counts at least.
+        At the bad end of its interval the ranges of the step factor and of the price count at
+        least.
         """
         wanted = self._wanted
         bad = self._bad_end[id(promise.setup)] if self._surely else 1.0
         if wanted.deadline is not None and bad * promise.days > wanted.deadline:
             return True
-        return wanted.budget is not None and bad * promise.spent > wanted.budget
+        if wanted.budget is None or not self._surely:
+            return wanted.budget is not None and promise.spent > wanted.budget
+        cluster = promise.setup.sized.cluster
+        billed = cluster.bill(bad * promise.days * DAY, cluster.price_high)
+        return billed is not None and billed.total > wanted.budget
 
     def _to_beat(self, group: object) -> float:
         """The score of the best option, for its own group; of the runner-up for all others."""
