@@ -124,7 +124,8 @@ def _refuse_one_name(clusters: list[str]) -> None:
 def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
     """What ddp would train: given, or a number of steps of the global batch."""
     if (tokens is None) == (steps is None):
-        raise OptionError("give --tokens 1e12, say, or --to-loss-steps; not both")
+        given = "" if tokens is None else "; not both"
+        raise OptionError(f"give --tokens 1e12, say, or --to-loss-steps{given}")
     if tokens is not None:
         return tokens
     assert steps is not None

@@ -21,6 +21,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, 
 from co2sim.prediction.totals import Totals
 from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals
+from co2sim.report.text.bill import billed
 from co2sim.report.text.result import as_taken, first_of, fitting, speeds
 from co2sim.report.text.screen import WIDTH, Screen
 
@@ -219,6 +220,9 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
     if total is None:
         return "not known, as the worth of its steps is not"
     spent = [f"{total.gpu_hours:,.0f} GPU-hours{f' at {price}' if total.cost is not None else ''}"]
+    offer = best.case.load()[0]
+    if total.cost is not None and offer.value.contract is not None:
+        spent.append(f"billed {billed(total, offer)}")
     for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
@@ -387,6 +391,7 @@ def of_several(
         answer=[*_best(entries, best, tokens), *filter(None, [where])],
         columns=columns,
         table=rows,
+        stays=0 if table else list(entries).index(best),
         left=len(named[0]),
         legend=key,
         least=1 + len(said),

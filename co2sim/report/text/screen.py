@@ -29,12 +29,14 @@ class Screen:
 
     `answer` are sentences, `columns` and `table` compare cases, `legend` says what is written short
     there. `rows` are named lines: the most important first, as the last are left to `--full` where
-    there is no room; `least` of them stay as long as there is more than one case.
+    there is no room; `least` of them stay as long as there is more than one case. Of the cases the
+    last are left to it, but for the one that the answer names: its place is `stays`.
     """
 
     answer: Sequence[str]
     columns: Sequence[str] = ()
     table: Sequence[Sequence[str]] = ()
+    stays: int = 0
     left: int = 1
     legend: Sequence[str] = ()
     rows: Sequence[tuple[str, str]] = ()
@@ -54,7 +56,7 @@ def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
         part = Screen(
             answer=screen.answer,
             columns=screen.columns,
-            table=screen.table[:cases],
+            table=_cases(screen, cases),
             left=screen.left,
             legend=screen.legend,
             rows=screen.rows[:rows],
@@ -73,6 +75,13 @@ def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:
             rows -= 1
         else:
             cases -= 1
+
+
+def _cases(screen: Screen, count: int) -> Sequence[Sequence[str]]:
+    """The first cases, with the one that stays."""
+    if screen.stays < count or not count:
+        return screen.table[:count]
+    return [*screen.table[: count - 1], screen.table[screen.stays]]
 
 
 def _print(out: Console, screen: Screen, more: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 from rich.cells import cell_len
 
 from co2sim.cli import scale
@@ -78,9 +79,26 @@ def test_an_answer_is_a_screen_with_days_money_and_a_verdict_on_memory(
     assert max(map(cell_len, lines)) <= min(columns, WIDTH)
     assert len(lines) <= LINES or columns < WIDTH
     assert any(verdict in out.lower() for verdict in VERDICTS)
-    assert ("days" in "".join(lines[:3])) == ("--tokens" in words)
+    assert bool(re.search(r"\d (days|h|min) ", " ".join(lines[:3]))) == ("--tokens" in words)
     assert re.search(r"\d (USD|EUR)|price_per_gpu|USD|to loss", " ".join(out.split()))
     assert "--full" in lines[-1] + lines[-2]
+
+
+def test_the_case_that_the_answer_names_is_in_the_table(cli: Command) -> None:
+    """Also where it comes last and the table has no room for all cases."""
+    first, *others = (f"-s diloco:tau={tau},worker=node" for tau in range(120, 10, -10))
+    out = cli(*shlex.split(f"run {BIG} {first} {' '.join(others)} -s fsdp"))[1]
+    lines = out.splitlines()
+    assert "case" in lines[-1]
+    assert sum(line.startswith("fsdp ") for line in lines) == 1
+    assert lines[0].startswith("Fastest: fsdp,")
+
+
+def test_the_time_of_a_contract_stands_beside_gpu_hours(cli: Command) -> None:
+    """128 GPUs for its 90 days are the money, and not the hours of the training."""
+    words = f"run -c {ROOT}/examples/offer-c.toml -m llama3-8b -s fsdp --tokens 2T"
+    (cost,) = (line for line in cli(*shlex.split(words))[1].splitlines() if line[:5] == "cost ")
+    assert "128 GPUs for 90" in cost
 
 
 @pytest.mark.parametrize(

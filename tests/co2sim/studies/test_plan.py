@@ -62,8 +62,9 @@ def offer(
     bandwidth: float,
     memory: float = 1e11,
     contract: Contract | None = None,
+    dearest: float | None = None,
 ) -> Cluster:
-    """A tiny cluster of four nodes of two GPUs, at a price in USD per hour."""
+    """A tiny cluster of four nodes of two GPUs, at a price in USD per hour, or up to the dearest."""
     return tiny.cluster(
         4,
         2,
@@ -73,6 +74,7 @@ def offer(
         pue=1.3,
         inter=Link(bandwidth),
         price_per_gpu=None if price is None else price / 3600,
+        price_high=None if dearest is None else dearest / 3600,
         contract=contract,
     )
 
@@ -120,6 +122,7 @@ FEWER = settings(max_examples=settings.default.max_examples // 8)
     want=st.sampled_from(["cheapest", "fastest", "least-energy"]),
     deadline=st.one_of(st.none(), st.floats(0.01, 1.0)),
     budget=st.one_of(st.none(), st.floats(0.5, 50.0)),
+    dearer=st.one_of(st.none(), st.floats(1.0, 3.0)),
     contract=st.one_of(
         st.none(),
         st.builds(
@@ -136,12 +139,13 @@ def test_it_finds_what_simulating_all_candidates_finds(
     want: Want,
     deadline: float | None,
     budget: float | None,
+    dearer: float | None,
     contract: Contract | None,
 ) -> None:
     """The choice, its gamble, the best of another group, and the front; without simulating all."""
     space = space_of(
         offer("a", prices[0], bandwidths[0], contract=contract),
-        offer("b", prices[1], bandwidths[1]),
+        offer("b", prices[1], bandwidths[1], dearest=dearer and dearer * prices[1]),
     )
     wanted = Objective(want=want, tokens=1e9, deadline=deadline, budget=budget)
     found, all_ = plan(space, wanted), brute_force(space, wanted)
@@ -171,6 +175,19 @@ def test_it_finds_what_simulating_all_candidates_finds(
         assert runner_up == (ranked[1] if len(ranked) > 1 else None)
     shown = [(option.totals.days, option.spent) for option in found.front]
     assert shown == [(option.totals.days, option.spent) for option in front(all_)]
+
+
+def test_a_budget_that_the_range_of_a_price_breaks_costs_no_more_simulations() -> None:
+    """Nothing keeps it at the highest price, and no candidate is simulated to learn that."""
+    objective = Objective(want="cheapest", tokens=1e9)
+    cheapest = plan(space_of(offer("a", 1.0, 1e9)), objective)
+    assert cheapest.choice
+    space = space_of(offer("a", 1.0, 1e9, dearest=10.0))
+    found = plan(space, replace(objective, budget=2 * cheapest.choice.spent))
+    assert found.choice
+    assert found.choice.totals.cost_high > 2 * cheapest.choice.spent
+    assert found.simulated <= cheapest.simulated
+
 
 
 RANDOM = {
