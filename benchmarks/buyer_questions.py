@@ -206,7 +206,7 @@ QUESTIONS = (
              " GB/s each 100 steps of 8.5 s"),
     Question(18, "memory of a LoRA of 8B on one H100",
              "run -c dgx-h100 -m llama3-8b -s ddp -g 1 --lora 16",
-             rf"memory [^:]*: {VALUE} GB of [^(]*{ENDS}", (65, 80),
+             rf"memory [^(]*? {VALUE} GB of [^(]*{ENDS}", (65, 80),
              "65 to 80 GB by hand: 16.1 of weights, 0.7 of 42M trained, 168 kB a token and layer"
              " of activations, 44 in all, and 6 to 10 of logits"),
 )  # fmt: skip
