@@ -263,8 +263,8 @@ def in_short(totals: Totals, unit: str) -> str:
     return f"{text}, for {totals.cost:,.0f} {totals.currency}{_between(totals, 'cost')}"
 
 
-_SHORT = ((1.0, 1.0, "days"), (1 / 24, 1 / 24, "h"), (0.0, 1 / 1440, "min"))
-"""From how many days on which unit is used, and its days."""
+_SHORT = ((1.0, (1.0, "days")), (1 / 24, (1 / 24, "h")), (0.0, (1 / 1440, "min")))
+"""From how many days on which unit is used, behind the days that one is."""
 
 
 def at_a_glance(totals: Totals, *, ranged: bool = True) -> str:
@@ -273,7 +273,7 @@ def at_a_glance(totals: Totals, *, ranged: bool = True) -> str:
     Less than a day is in hours or minutes. What a step is worth and GPU-hours are left to other
     lines.
     """
-    size, unit = next(shown for least, *shown in _SHORT if totals.days >= least)
+    size, unit = next(shown for least, shown in _SHORT if totals.days >= least)
     text = f"{amount(totals.days / size)} {unit}{_between(totals, 'days', size)}"
     if totals.cost is None:
         return text

@@ -64,7 +64,7 @@ def offer(
     contract: Contract | None = None,
     dearest: float | None = None,
 ) -> Cluster:
-    """A tiny cluster of four nodes of two GPUs, at a price in USD per hour, or up to the dearest."""
+    """A tiny cluster of four nodes of two GPUs, at a price in USD per hour, with its high end."""
     return tiny.cluster(
         4,
         2,
@@ -187,7 +187,6 @@ def test_a_budget_that_the_range_of_a_price_breaks_costs_no_more_simulations() -
     assert found.choice
     assert found.choice.totals.cost_high > 2 * cheapest.choice.spent
     assert found.simulated <= cheapest.simulated
-
 
 
 RANDOM = {
