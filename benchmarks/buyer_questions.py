@@ -50,8 +50,8 @@ class Question:
 
     `pattern` finds the answer in the lines as one: its `value`, in units of the estimate, and the
     ends of its interval, `low` and `high`, if it has one. Where it has a value to compare with,
-    `over`, the answer is the ratio. What is shown is `answer`, with what is `beside` it, or all that
-    was found.
+    `over`, the answer is the ratio. Shown is `answer`, with what is `beside` it, or all that was
+    found.
     """
 
     number: int
