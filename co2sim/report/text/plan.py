@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from co2sim.catalog.facts import is_file
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.answer import (
@@ -34,7 +32,7 @@ from co2sim.report.text.totals import (
     trade,
 )
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
-from co2sim.studies.grid import display_name, offer_name
+from co2sim.studies.grid import display_name, offer_name, short_names
 from co2sim.studies.plan import Recommendation, overlap
 from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
 
@@ -47,11 +45,13 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     choice = answer.choice
     if choice is None:
         titles = labels(option.result.strategy for option in answer.front)
-        nearest = map(_Short(titles, _stems(space.clusters)).simulated, answer.front)
+        nearest = map(_Short(titles, short_names(space.clusters)).simulated, answer.front)
         return Screen(answer=[f"{nothing(answer)}.{beyond(nearest)}"])
     beside = (answer.gamble, answer.runner_up, answer.rival, best_trade(answer))
     options = [choice, *(option for option in beside if option)]
-    short = _Short(labels(option.result.strategy for option in options), _stems(space.clusters))
+    short = _Short(
+        labels(option.result.strategy for option in options), short_names(space.clusters)
+    )
     entry = short.simulated(choice)
     stopped = f"{_stopped(answer)} So far the best: take" if answer.interrupted else "Take"
     what = job(choice.result, answer.wanted.tokens)
@@ -79,14 +79,6 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *(("names", line.strip("()")) for line in legend(named)),
         ],
     )
-
-
-def _stems(clusters: Sequence[Any]) -> dict[str, str]:
-    """What a screen calls each offer: a file without its folder and ending, where that tells it."""
-    named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
-    stems = {key: Path(key).stem if is_file(key) else name for key, name in named.items()}
-    every = list(stems.values())
-    return {key: stem if every.count(stem) == 1 else named[key] for key, stem in stems.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +129,8 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
     choice, wanted = answer.choice, answer.wanted
     assert choice is not None
     if answer.gamble:
-        odds = "; ".join(_odds(answer, answer.gamble))
-        yield "gamble", f"{_saved(answer)}: {short.spends(answer.gamble, choice)}; {odds}"
+        said = [short.spends(answer.gamble, choice), *odds(answer, answer.gamble)]
+        yield "gamble", f"{_saved(answer)}: {'; '.join(said)}"
     undecided = "; undecided" if answer.undecided else ""
     if answer.runner_up:
         margin = _margin(answer, answer.runner_up)
@@ -151,7 +143,7 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
         yield "sooner", f"{short.spends(best, choice)}, {more}"
 
 
-def _odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
+def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
     """The chances to miss the limits."""
     for name, _, chance in _missed(answer, option):
         yield f"misses the {name} with {chance:.0%}"
