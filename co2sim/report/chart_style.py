@@ -67,7 +67,7 @@ CONFIG: Spec = {
         "orient": "bottom",
         "columns": 1,
         "symbolLimit": 0,
-        "labelLimit": {"expr": "max(220, width - 30)"},
+        "labelLimit": {"expr": "max(250, width - 30)"},
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
         "titleFontSize": 12,

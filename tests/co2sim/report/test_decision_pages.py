@@ -3,6 +3,7 @@
 import html
 import io
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -77,6 +78,23 @@ def test_the_page_of_a_plan_says_what_json_says(
     frame = pd.read_csv(io.BytesIO(inside["plan.csv"]))
     assert set(zip(frame["days"], frame["cost"], strict=True)) == drawn
     assert 300.0 in {point["days"] for point in points}
+
+
+def test_the_chart_of_a_plan_has_the_gamble_with_its_odds(
+    cli: Command, plan: tuple[str, ...]
+) -> None:
+    """Where a cheaper option may miss the deadline; the choice is marked beside it."""
+    given = ["0.05 days" if word == "300 days" else word for word in plan]
+    found = json.loads(cli(*given, "--report", "r.html").out)
+    text = Path("r.html").read_text("utf-8")
+    points = drawn_points(held(text, "specs")["options-0"])
+    marks = {point["mark"]: point["days"] for point in points if point.get("mark")}
+    (gamble,) = (mark for mark in marks if mark.startswith("gamble"))
+    assert marks[gamble] == found["gamble"]["totals"]["days"]
+    assert marks["choice"] == found["choice"]["totals"]["days"]
+    (odds,) = re.findall(r"(\d+)%", gamble)
+    assert 0 < int(odds) < 100
+    assert f"{odds}%" in first_screen(text)
 
 
 def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
