@@ -161,7 +161,10 @@ class Page:
 
     @property
     def lists(self) -> list[dict[str, list[str]]]:
-        """The named lines before the chart, and those behind it; one without a name goes on."""
+        """The named lines before the chart, and those behind it.
+
+        A line without a name belongs to the one before.
+        """
         lists: list[dict[str, list[str]]] = [{}, {}]
         name = ""
         for head, text in self.screen.rows:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from co2sim.common.units import counted
-from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, local_updates
@@ -13,6 +13,9 @@ from co2sim.report.text import answer, totals
 from co2sim.report.text.answer import Simulated
 from co2sim.report.text.screen import Screen
 from co2sim.studies.grid import display_name, short_names, strategy_title
+
+if TYPE_CHECKING:
+    from co2sim.prediction.published import SpeedComparison
 
 
 def of_strategies(
@@ -73,7 +76,7 @@ def over_gpus(
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
     *,
-    comparisons: Sequence[SpeedComparison] = (),
+    comparisons: Sequence["SpeedComparison"] = (),
     panels: Sequence[str] = (),
 ) -> Screen:
     """The answer of strategies over numbers of GPUs, on one cluster or several.
@@ -187,7 +190,7 @@ def _reach(entry: Simulated) -> float | None:
     return None if low is None or high is None else math.log(high / low) / 2
 
 
-def _beside_published(comparisons: Sequence[SpeedComparison]) -> list[str]:
+def _beside_published(comparisons: Sequence["SpeedComparison"]) -> list[str]:
     """One line on published cells beside their predictions."""
     if not comparisons:
         return []
