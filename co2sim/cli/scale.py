@@ -98,7 +98,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     files = _csv(out / "scale.csv", cases, compared.results, goal, tokens)
     files |= {out / f"scale.{kind}": content for kind, content in _pictures(compared).items()}
     if report:
-        study = output.study(**vars(compared), screen=screen)
+        study = output.study(**vars(compared), screen=over_gpus(**vars(compared), whole=True))
         files[report] = output.study_page(study)
     write_atomically(files)
     if json_:
@@ -136,10 +136,10 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
     named = grid.cases_by_panel(job, cluster, strategy, gpus, settings)
     compared = _compared([case for _, case in named], published, jobs, goal, tokens)
     panels = [name for name, _ in named]
-    screen = over_gpus(**vars(compared), panels=panels)
-    study = output.study(**vars(compared), panels=panels, screen=screen)
+    whole = over_gpus(**vars(compared), panels=panels, whole=True)
+    study = output.study(**vars(compared), panels=panels, screen=whole)
     write_atomically({out: output.study_page(study)})
-    print_screen(screen, f"in {out}")
+    print_screen(over_gpus(**vars(compared), panels=panels), f"in {out}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -243,7 +243,7 @@ def page(swept: Swept) -> Page:
     plain = [replace(entry, strategy=entry.result.strategy) for entry in every]
     trust = sections.trust(plain, plain)
     return Page(
-        screen=swept.screen,
+        screen=replace(swept.screen, table=swept.screen.table[:_MAX_ROWS]),
         doubts=swept.doubts(),
         sections=[
             _speed(swept),

@@ -602,12 +602,15 @@ def of_counts(
     entries: Sequence[Simulated],
     named: tuple[Sequence[str], Sequence[Sequence[str]]],
     tokens: float | None,
+    *,
+    whole: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
     """A table with a column for each number of GPUs, in one piece: days, or speed of a GPU.
 
     `named` names the rows, with the same cells where they are one. The columns behind the counts
     are of the largest one of a row. What fits with no number is left out, unless that is all.
-    Where there is no room the share of exposed communication gives way, then counts in the middle.
+    Unless it is to be `whole`, where there is no room on the terminal the share of exposed
+    communication gives way, then counts in the middle.
     """
     by_row: dict[tuple[str, ...], dict[int, Simulated]] = {}
     best = best_of(entries).result.cluster
@@ -632,7 +635,7 @@ def of_counts(
             ]
             for cells, row in (inside or by_row).items()
         ]
-        if len(sizes) <= _FEWEST or _width(columns, rows) <= room:
+        if whole or len(sizes) <= _FEWEST or _width(columns, rows) <= room:
             return columns, rows
         if exposed:
             exposed = False

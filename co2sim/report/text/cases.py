@@ -78,10 +78,12 @@ def over_gpus(
     *,
     comparisons: Sequence["SpeedComparison"] = (),
     panels: Sequence[str] = (),
+    whole: bool = False,
 ) -> Screen:
     """The answer of strategies over numbers of GPUs, on one cluster or several.
 
-    `panels` names the cluster of each case, with what was varied.
+    `panels` names the cluster of each case, with what was varied. A `whole` table may be wider
+    than the terminal.
     """
     trained = totals.totals_for(cases, results, tokens, goal)
     titles = [strategy_title(case.strategy) for case in cases]
@@ -102,9 +104,6 @@ def over_gpus(
         for offer, title in zip(offers, titles, strict=True)
     ]
     named = (["cluster"] * several + ["strategy"], rows)
-    what = f"{results[0].unit}s/s of a GPU" if tokens is None else "days"
-    if tokens is not None and local_updates(result.strategy for result in results):
-        what += " to the loss of ddp"
     where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
     alone = (
         f"{answer.job(results[0], tokens)} on {answer.setup([answer.place(results[-1])], results)}"
@@ -122,11 +121,19 @@ def over_gpus(
         key=answer.legend(
             {short[title]: title for title in titles},
             where,
-            f"{what} by GPUs, then of the most GPUs",
+            f"{_what(results, tokens)} by GPUs, then of the most GPUs",
             results=results,
         ),
-        table=answer.of_counts(entries, named, tokens),
+        table=answer.of_counts(entries, named, tokens, whole=whole),
     )
+
+
+def _what(results: Sequence[Result], tokens: float | None) -> str:
+    """What the table has below each number of GPUs."""
+    if tokens is None:
+        return f"{results[0].unit}s/s of a GPU"
+    local = local_updates(result.strategy for result in results)
+    return f"days{' to the loss of ddp' if local else ''}"
 
 
 _MAX = 2

@@ -211,6 +211,18 @@ def test_of_two_clusters_that_are_nearly_alike_the_order_is_not_known(other: str
     assert "not known" in dict(screen.rows)["between"]
 
 
+def test_the_table_of_a_page_has_every_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is too narrow for all has fewer."""
+    monkeypatch.setenv("COLUMNS", "60")
+    sizes = ["8", "16", "32", "64", "128"]
+    job = Question(cluster="", model="gpt2-small", strategy="")
+    cases = over_sizes(job, ["a100-tcp80"], ["zero2"], ",".join(sizes))
+    results = [run(case) for case in cases]
+    narrow, whole = (over_gpus(cases, results, whole=whole).columns for whole in (False, True))
+    assert set(sizes) - set(narrow)
+    assert not set(sizes) - set(whole)
+
+
 def test_without_prices_days_are_drawn_over_gpus() -> None:
     """Those of the totals, with their intervals; with prices money is drawn over days instead."""
     study = study_of(["a800-1600g"], tokens=1e9)
