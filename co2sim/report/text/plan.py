@@ -44,9 +44,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     """The first screen: what to take, what else there is, and what rests on what."""
     choice = answer.choice
     if choice is None:
-        titles = labels(option.result.strategy for option in answer.front)
-        nearest = map(_Short(titles, short_names(space.clusters)).simulated, answer.front)
-        return Screen(answer=[f"{nothing(answer)}.{beyond(nearest)}"])
+        return _without(space, answer)
     beside = (answer.gamble, answer.runner_up, answer.rival, best_trade(answer))
     options = [choice, *(option for option in beside if option)]
     short = _Short(
@@ -77,6 +75,32 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             ("batch", batch_row([choice.result])),
             ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated{stacks}"),
             *(("names", line.strip("()")) for line in legend(named)),
+        ],
+    )
+
+
+def _without(space: Space, answer: Recommendation) -> Screen:
+    """The screen where nothing is within the limits: what there is without them."""
+    options = {"fastest": answer.front[0]}
+    if len(answer.front) > 1:
+        options["cheapest"] = answer.front[-1]
+    titles = labels(option.result.strategy for option in options.values())
+    short = _Short(titles, short_names(space.clusters))
+    entries = {head: short.simulated(option) for head, option in options.items()}
+    first, what = answer.front[0].result, _over(answer)
+    return Screen(
+        answer=[
+            f"{what[0].upper()}{what[1:]}.{beyond(entries.values())}",
+            setup([job(first, answer.wanted.tokens)], [first]),
+        ],
+        rows=[
+            *(
+                (head, f"{entry.name}, {at_a_glance(options[head].totals)}")
+                for head, entry in entries.items()
+            ),
+            ("counted", counted_row([*entries.values()], learns=False)),
+            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated"),
+            *(("names", line.strip("()")) for line in legend({v: k for k, v in titles.items()})),
         ],
     )
 
@@ -354,12 +378,6 @@ def _against(answer: Recommendation) -> Iterator[str]:
 
 def nothing(answer: Recommendation) -> str:
     """Why there is no choice."""
-    wanted = answer.wanted
-    limits = [
-        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
-        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
-        *([scaled(wanted.power, "W")] if wanted.power else []),
-    ]
     if not answer.front:
         if answer.failed:
             return f"no candidate can be simulated: {answer.failed[0]}"
@@ -368,8 +386,19 @@ def nothing(answer: Recommendation) -> str:
             " (-s fsdp), --recompute full or less --headroom"
         )
     fastest, cheapest = answer.front[0], answer.front[-1]
-    text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
+    text = f"{_over(answer)}; the fastest is {_told(fastest)}"
     return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
+
+
+def _over(answer: Recommendation) -> str:
+    """The limits that nothing is within."""
+    wanted = answer.wanted
+    limits = [
+        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
+        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
+        *([scaled(wanted.power, "W")] if wanted.power else []),
+    ]
+    return f"nothing is within {' and '.join(limits)}"
 
 
 def looked(space: Space, answer: Recommendation) -> Iterator[str]:
