@@ -19,6 +19,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.report.charts import timeline
 from co2sim.report.html import MAX_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.tables import Table
+from co2sim.report.text.screen import Screen
 
 
 def sentence(run: RunComparison) -> str:
@@ -77,7 +78,7 @@ def page(
     furthest = sorted(runs, key=lambda run: -abs(run.round_time_error))[:MAX_RUNS]
     shown = [run for run in runs if any(run is other for other in furthest)]
     return Page(
-        answer=_answer(runs, shown),
+        screen=Screen(answer=_answer(runs, shown)),
         doubts=list(_doubts(runs)),
         sections=[
             _overview(runs),

@@ -27,6 +27,7 @@ from co2sim.report.chart_style import (
 )
 from co2sim.report.html import Figure, Page, PageSection, from_markdown
 from co2sim.report.tables import Table
+from co2sim.report.text.screen import Screen
 
 _FITTED = {"fit": "fitted", "check": "not fitted"}
 """What the use of a cell means, as a text."""
@@ -53,7 +54,7 @@ def page(
     `missing` says what was not read.
     """
     return Page(
-        answer=_answer(report.rows),
+        screen=Screen(answer=_answer(report.rows)),
         doubts=missing,
         sections=[
             _errors(report.rows),

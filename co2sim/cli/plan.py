@@ -232,3 +232,4 @@ def _print_options(out: Console, title: str, candidates: Sequence[Candidate]) ->
     if candidates:
         shown = tables.options(candidates, at_length=False)
         print_table(out, title, shown.columns, shown.rows, left=shown.texts)
+        print_lines(out, *filter(None, [shown.legend]))

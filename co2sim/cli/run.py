@@ -14,7 +14,6 @@ from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines
-from co2sim.common.units import counted
 from co2sim.prediction import driver
 from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
@@ -23,10 +22,10 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
-from co2sim.report.text import answer, totals
+from co2sim.report.text import totals
+from co2sim.report.text.cases import of_strategies
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
-from co2sim.report.text.screen import Screen, print_screen
-from co2sim.studies.grid import strategy_title
+from co2sim.report.text.screen import print_screen
 
 
 @options.one_case
@@ -71,14 +70,14 @@ def run(
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
+    screen = of_strategies(cases, results, driver.resolve_auto, goal, tokens, judged)
     if report:
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
-        study = output.study(**about, comparisons=(), verdicts=judged)
+        study = output.study(**about, screen=screen, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
     if json_:
         _print_json(cases, results, judged, goal, tokens, evidence=evidence)
         return
-    screen = _screen(cases, results, judged, goal, tokens)
     print_screen(screen, output.more(full=full, files=[report]))
     if full:
         print_lines(console(), "")
@@ -90,42 +89,6 @@ def run(
         totals.print_worth(console(), results, goal)
     if full:
         print_verdicts([one for one in judged if one])
-
-
-def _screen(
-    cases: Sequence[Question],
-    results: Sequence[Result],
-    judged: Sequence[Verdict | None],
-    goal: Goal,
-    tokens: float | None,
-) -> Screen:
-    """The answer: of one strategy, or of several, the fastest first."""
-    trained = totals.totals_for(cases, results, tokens, goal)
-    asked = [strategy_title(case.strategy) for case in cases]
-    short = answer.labels(asked)
-    entries = []
-    for title, case, result, total in zip(asked, cases, results, trained, strict=True):
-        name = short[title] if len(cases) > 1 else totals.where(result)
-        about = {"name": name, "label": name, "method": short[title]}
-        entries.append(answer.Simulated(**about, case=case, result=result, totals=total))
-    verdict = {entry.name: str(one) for entry, one in zip(entries, judged, strict=True) if one}
-    if len(entries) == 1:
-        said = verdict.get(entries[0].name, "")
-        return answer.of_one(entries[0], driver.resolve_auto, goal, tokens, said)
-    entries.sort(key=answer.pace, reverse=True)
-    first = entries[0].result
-    job = f"{answer.job(first, tokens)} on {counted(first.gpus, 'GPU')}"
-    return answer.of_several(
-        entries,
-        (["strategy"], [[entry.name] for entry in entries]),
-        f"{job}: {answer.setup([answer.place(first)], results)}",
-        goal,
-        tokens,
-        said=[
-            ("learning", f"{name}: {text}") for name, text in verdict.items() if len(verdict) == 1
-        ],
-        key=answer.legend({entry.name: entry.result.strategy for entry in entries}),
-    )
 
 
 def _print_json(

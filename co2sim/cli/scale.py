@@ -18,11 +18,12 @@ from co2sim.prediction.figures import INTERVAL, brief_batch, shared_batch
 from co2sim.prediction.published import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import Goal, local_updates
+from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import Totals, result_to_dict
 from co2sim.report.bundle import MISSING, check, installed
 from co2sim.report.tables import COMPARED, comparison_cells
 from co2sim.report.text import answer, totals
+from co2sim.report.text.cases import over_gpus
 from co2sim.report.text.result import (
     not_told_apart,
     print_assumed,
@@ -33,12 +34,12 @@ from co2sim.report.text.result import (
     speeds,
     stacks_of,
 )
-from co2sim.report.text.screen import Screen, print_screen
+from co2sim.report.text.screen import print_screen
 from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies import grid
-from co2sim.studies.grid import display_name, offer_names, strategy_title
+from co2sim.studies.grid import strategy_title
 from co2sim.studies.run_all import Interrupted, Outcome, efficiencies, run_all
 from co2sim.studies.table import to_frame
 
@@ -93,16 +94,18 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     check("--report", report)
     compared = _compared(cases, published, jobs, goal, tokens, out / "scale.csv")
+    screen = over_gpus(**vars(compared))
     files = _csv(out / "scale.csv", cases, compared.results, goal, tokens)
     files |= {out / f"scale.{kind}": content for kind, content in _pictures(compared).items()}
     if report:
-        files[report] = output.study_page(output.study(**vars(compared)))
+        study = output.study(**vars(compared), screen=over_gpus(**vars(compared), whole=True))
+        files[report] = output.study_page(study)
     write_atomically(files)
     if json_:
         print_json(_plain(compared, list(files)))
         return
     lacking = "" if installed() else MISSING
-    print_screen(_screen(compared), output.more(full=full, files=files, lacking=lacking))
+    print_screen(screen, output.more(full=full, files=files, lacking=lacking))
     if full:
         print_lines(console(), "")
         _print_details(console(), compared, published)
@@ -132,11 +135,11 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
     settings = grid.settings(varied) if varied else [{}]
     named = grid.cases_by_panel(job, cluster, strategy, gpus, settings)
     compared = _compared([case for _, case in named], published, jobs, goal, tokens)
-    study = output.study(**vars(compared), panels=[name for name, _ in named])
+    panels = [name for name, _ in named]
+    whole = over_gpus(**vars(compared), panels=panels, whole=True)
+    study = output.study(**vars(compared), panels=panels, screen=whole)
     write_atomically({out: output.study_page(study)})
-    for text in (*study.answer(), *study.doubts()):
-        print(text)
-    output.print_where(out)
+    print_screen(over_gpus(**vars(compared), panels=panels), f"in {out}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,58 +235,8 @@ def _plain(compared: _Compared, files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _screen(compared: _Compared) -> Screen:
-    """The answer: the best, and a row for each strategy on each cluster."""
-    cases, results, tokens = compared.cases, compared.results, compared.tokens
-    trained = totals.totals_for(cases, results, tokens, compared.goal)
-    short = answer.labels(map(_asked, cases))
-    offers = offer_names([case.cluster for case in cases])
-    several = len(offers) > 1
-    rows, entries = [], []
-    for case, result, total in zip(cases, results, trained, strict=True):
-        method, cluster = short[_asked(case)], offers[display_name(case.cluster)]
-        of = f" of {cluster}" * several
-        about = {"name": f"{method} on {counted(result.gpus, 'GPU')}{of}", "label": method + of}
-        entry = answer.Simulated(**about, method=method, case=case, result=result, totals=total)
-        entries.append(entry)
-        rows.append([*[cluster] * several, method])
-    named = (["cluster"] * several + ["strategy"], rows)
-    what = f"{results[0].unit}s/s of a GPU" if tokens is None else "days"
-    if tokens is not None and local_updates(result.strategy for result in results):
-        what += " to the loss of ddp"
-    where = answer.setup([answer.job(results[0], tokens)], results) if several else ""
-    alone = (
-        f"{answer.job(results[0], tokens)} on {answer.setup([answer.place(results[-1])], results)}"
-    )
-    return answer.of_several(
-        entries,
-        named,
-        "" if several else alone,
-        compared.goal,
-        tokens,
-        said=[("like it", text) for text in _beside_published(compared.comparisons)],
-        key=answer.legend(
-            {short[_asked(case)]: _asked(case) for case in cases},
-            where,
-            f"{what} by GPUs, then of the most GPUs",
-        ),
-        table=answer.of_counts(entries, named, tokens),
-    )
-
-
 def _asked(case: Question) -> str:
     return strategy_title(case.strategy)
-
-
-def _beside_published(comparisons: Sequence[SpeedComparison]) -> list[str]:
-    """One line on published cells beside their predictions."""
-    if not comparisons:
-        return []
-    errors = [abs(comparison.error) for comparison in comparisons]
-    mean, most = sum(errors) / len(errors), max(errors)
-    count = counted(len(errors), "published cell")
-    fitted = sum(comparison.cell.use == "fit" for comparison in comparisons)
-    return [f"{count}: {mean:.0%} off in the mean, {most:.0%} at most; {fitted} were fitted"]
 
 
 def _print_details(terminal: Console, compared: _Compared, published: Path | None) -> None:

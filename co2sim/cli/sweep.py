@@ -230,7 +230,7 @@ def _show(
 
     Unless they are `ordered` by the user, cases that do not fit on the screen begin with the best.
     """
-    files = {}
+    files, screen = {}, _screen(swept, ordered=ordered)
     if csv:
         frame = to_frame(swept.cases, swept.outcomes, swept.settings, swept.goal, swept.tokens)
         files[csv] = frame.to_csv(index=False).encode()
@@ -238,13 +238,15 @@ def _show(
         from co2sim.report.sweep_page import Swept, page  # noqa: PLC0415 - Altair
 
         command = command_line("co2sim")
-        about = Swept(**vars(swept), rows=swept.figures(), command=command, missing=missing)
+        about = Swept(
+            **vars(swept), screen=screen, rows=swept.figures(), command=command, missing=missing
+        )
         files[report] = output.rendered(page(about))
     write_atomically(files)
     if as_json:
         print_json(swept.figures())
         return
-    print_screen(_screen(swept, ordered=ordered), output.more(full=full, files=[csv, report]))
+    print_screen(screen, output.more(full=full, files=[csv, report]))
     if full:
         print_lines(console(), "")
         _print_details(console(), swept)
@@ -269,6 +271,7 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
         method = short[strategy_title(case.strategy)]
         cells = [method if path == "strategy" else display_name(setting[path]) for path in varied]
         name = ", ".join(map(_named, varied, cells))
+        cells = [answer.marked(cell, result) if cell is method else cell for cell in cells]
         about = {"name": name, "label": name, "method": method}
         rows.append((answer.Simulated(**about, case=case, result=result, totals=total), cells))
     if len(rows) > _FEW and not ordered:
@@ -292,7 +295,9 @@ def _screen(swept: _Swept, *, ordered: bool) -> Screen:
         answer.setup([*filter(None, [job]), *place, *alike], swept.results),
         goal,
         tokens,
-        key=answer.legend({entry.method: entry.result.strategy for entry, _ in rows})
+        key=answer.legend(
+            {entry.method: entry.result.strategy for entry, _ in rows}, results=swept.results
+        )
         if "strategy" in varied
         else (),
     )

@@ -317,6 +317,12 @@ def is_alike(note: str) -> bool:
     return note in _ALIKE or note.startswith((BATCH_OF, WHAT_IF))
 
 
+def lacking(notes: Iterable[Sequence[str]]) -> list[str]:
+    """What the stacks of results have not, each once: "torchtitan has no zero1"."""
+    said = [note.removeprefix(WHAT_IF) for note in alike(notes) if note.startswith(WHAT_IF)]
+    return list(dict.fromkeys(text.partition("; it has")[0] for text in said))
+
+
 def own(notes: Sequence[str]) -> list[str]:
     """The notes that are of one result alone: what was chosen for it."""
     return [note for note in notes if not is_alike(note)]

@@ -11,6 +11,7 @@ import vl_convert
 
 from co2sim.common.plots import COLOURS
 from co2sim.common.units import number
+from co2sim.report.text.answer import labels
 from co2sim.schedule.schedule import Kind
 from co2sim.studies.targets import Axis
 
@@ -66,7 +67,7 @@ CONFIG: Spec = {
         "orient": "bottom",
         "columns": 1,
         "symbolLimit": 0,
-        "labelLimit": {"expr": "max(160, width - 30)"},
+        "labelLimit": {"expr": "max(250, width - 30)"},
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
         "titleFontSize": 12,
@@ -269,9 +270,17 @@ def crowded(names: Sequence[str]) -> bool:
 
 
 def columns_for(names: Sequence[str], **options: Any) -> alt.Legend:
-    """As many columns as there is room for, however wide the chart is."""
+    """As many columns as there is room for, however wide the chart is.
+
+    A name that has no room is shortened as on first screens.
+    """
     longest = 40 + _LETTER * max(map(len, names))
-    return alt.Legend(columns=alt.expr(f"max(1, floor(width / {longest}))"), **options)
+    columns = alt.expr(f"max(1, floor(width / {longest}))")
+    short = json.dumps(labels(name for name in names if name.endswith(")")))
+    values = "replace(datum.label, regexp('[a-z_]+=', 'g'), '')"
+    name = f"length(datum.label) * {_LETTER} < width - 30 ? datum.label"
+    name += f" : ({short})[datum.label] || {values}"
+    return alt.Legend(columns=columns, labelExpr=name, **options)
 
 
 def picking(names: Sequence[str]) -> str:

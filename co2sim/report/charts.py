@@ -4,12 +4,13 @@ And the picture of `co2sim scale`.
 """
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -270,7 +271,7 @@ def front(
         *_intervals(rows, x, y, log, looks["color"], names),
         *([joined] if least else []),
         *fit_points(rows, {"x": x, "y": y, "opacity": faded(names), "tooltip": tips, **looks}),
-        *_marks([row for row in rows if row["mark"]], x, y),
+        *_marks(rows, x, y),
         *(_limit(name, value, log) for name, value in (limits or {}).items()),
     ]
     return spec(alt.layer(*picked(layers, names)), HEIGHT + 60)
@@ -343,12 +344,42 @@ def _training(entry: Answered) -> dict[str, Any]:
 
 
 def _marks(rows: Rows, x: alt.X, y: alt.Y) -> Iterator[Any]:
-    """Rings, with words below the first one and above the others, which may lie near."""
-    for row in rows:
+    """Rings with words, below and above in turn, the last one below.
+
+    Words go away from the next ring, and inwards at the sides.
+    """
+    marked = sorted((row for row in rows if row["mark"]), key=itemgetter("days"))
+    days = [row[end] for row in rows for end in ("days", "days_low", "days_high") if row[end]]
+    for order, row in enumerate(marked):
         base = alt.Chart(data([row])).encode(x=x, y=y)
         yield base.mark_point(size=700, filled=False, color=TEXT, strokeWidth=1.5)
-        below = row is rows[0]
-        yield base.mark_text(dy=26 if below else -26, color=TEXT, fontSize=12).encode(text="mark:N")
+        below = (len(marked) - order) % 2 == 1
+        near = [m["days"] for m in marked if m is not row and (m["cost"] < row["cost"]) == below]
+        words = base.mark_text(
+            dy=30 if below else -26,
+            align=_away(row["days"], near, (min(days), max(days))),
+            lineBreak="\n",
+            color=TEXT,
+            fontSize=12,
+        )
+        yield words.encode(text="mark:N")
+
+
+def _away(
+    value: float, near: Sequence[float], ends: tuple[float, float]
+) -> Literal["left", "center", "right"]:
+    """How words at a value are aligned, beside other rings of a chart with these ends."""
+    here, low, high = map(math.log, (value, *ends))
+    share = (here - low) / (high - low) if high > low else 0.5
+    if share < _SIDE or share > 1 - _SIDE:
+        return "left" if share < _SIDE else "right"
+    if not near:
+        return "center"
+    return "left" if min(near, key=lambda ring: abs(math.log(ring / value))) < value else "right"
+
+
+_SIDE = 0.25
+"""The share of a chart at its left, or its right."""
 
 
 def _limit(name: str, value: float, log: alt.Scale) -> Any:

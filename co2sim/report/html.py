@@ -18,6 +18,7 @@ from co2sim import __version__
 from co2sim.report.bundle import vega
 from co2sim.report.rounds import Round
 from co2sim.report.tables import Table
+from co2sim.report.text.screen import Screen
 
 _PACKAGE = "co2sim.report"
 
@@ -127,22 +128,56 @@ class PageSection:
         return not (figures or self.warnings or self.notes or self.timelines or self.text)
 
 
+_BEHIND = {"batch", "tried", "names", "note"}
+"""Named lines of a screen that say how it was asked, not what to take."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """What a page says.
 
-    `answer` is the heading, and sentences; `doubts` are what they leave open. `facts` are what the
-    first screen says, in few words, beside the first chart of the page: then sentences and doubts
-    are folded away.
+    `screen` is the answer, as the command prints it: its first sentence is the heading. With named
+    lines the first chart of the page stands beside them. `doubts` are what the answer leaves open.
     `commands` repeat the figures. `files` are kind and content by name, as a reader saves them.
     """
 
-    answer: Sequence[str]
-    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    screen: Screen
     doubts: Sequence[str] = ()
     sections: Sequence[PageSection]
     commands: Sequence[str]
     files: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def heading(self) -> str:
+        """The first sentence of the answer."""
+        first, more, _ = self.screen.answer[0].partition(". ")
+        return f"{first}." if more else first
+
+    @property
+    def sentences(self) -> list[str]:
+        """The rest of the answer."""
+        rest = self.screen.answer[0].partition(". ")[2]
+        return [*([rest] if rest else []), *self.screen.answer[1:]]
+
+    @property
+    def lists(self) -> list[dict[str, list[str]]]:
+        """The named lines before the chart, and those behind it.
+
+        A line without a name belongs to the one before.
+        """
+        lists: list[dict[str, list[str]]] = [{}, {}]
+        name = ""
+        for head, text in self.screen.rows:
+            name = head or name
+            lists[name in _BEHIND].setdefault(name, []).append(text)
+        return lists
+
+    @property
+    def table(self) -> Table | None:
+        """The cases beside each other."""
+        screen = self.screen
+        legend = " ".join(screen.legend)
+        return Table(screen.columns, screen.table, screen.left, legend) if screen.table else None
 
 
 def _lead(sections: Sequence[PageSection]) -> tuple[str, Figure] | None:
@@ -160,7 +195,7 @@ def render(page: Page) -> bytes:
         for figure_number, figure in enumerate(section.figures)
         if figure.chart is not None
     }
-    lead = _lead(sections) if page.facts else None
+    lead = _lead(sections) if page.screen.rows else None
     if lead:
         sections = [replace(one, lead=one.key == lead[0]) for one in sections]
         sections = [one for one in sections if not one.empty]

@@ -24,9 +24,8 @@ from co2sim.report.html import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
 from co2sim.report.tables import Answered, Table, options
 from co2sim.report.text import plan, totals
-from co2sim.report.text.result import question
 from co2sim.studies.candidates import Candidate, Space
-from co2sim.studies.grid import display_name, offer_name
+from co2sim.studies.grid import display_name, offer_name, short_names
 from co2sim.studies.plan import Recommendation
 from co2sim.studies.sensitivity import BreakEven, Sensitivity
 from co2sim.studies.table import to_frame
@@ -83,8 +82,6 @@ def _shares(entry: Answered) -> dict[str, float] | None:
     return {name: getattr(shares, name) for name in _PARTS}
 
 
-_MOST = 3
-"""Numbers that turn the answer, on the first screen."""
 _MAX_BARS = 40
 """Of one chart."""
 _MAX_ROWS = 200
@@ -116,30 +113,55 @@ class Planned:
         return list(self.found.front[:_MAX_ROWS])
 
     @cached_property
-    def shown(self) -> list[Answered]:
-        """Every option of the page, once."""
-        others = [option for option in self.front if option not in self.best]
-        return [_answered(option) for option in (*self.best, *others)]
+    def offers(self) -> dict[str, str]:
+        """What the page calls each offer, as the first screen does."""
+        return short_names(self.space.clusters)
 
     @cached_property
-    def traded(self) -> dict[str, Answered]:
-        """The best trade of days against money, where it is neither choice nor runner-up."""
-        best = plan.best_trade(self.found)
-        others = (self.found.choice, self.found.runner_up)
-        if best is None or best in others or best not in self.front:
-            return {}
-        return {"best trade": next(entry for entry in self.shown if entry.result is best.result)}
+    def options(self) -> list[Candidate]:
+        """What is shown, once: the best, what none beats, and the gamble."""
+        options = list(self.best)
+        for option in (*self.front, *([self.found.gamble] if self.found.gamble else [])):
+            if option not in options:
+                options.append(option)
+        return options
+
+    @cached_property
+    def shown(self) -> list[Answered]:
+        """Every option of the page."""
+        return [
+            Answered(
+                cluster=self.offers[display_name(option.case.cluster)],
+                strategy=option.result.strategy,
+                case=option.case,
+                result=option.result,
+                totals=option.totals,
+            )
+            for option in self.options
+        ]
+
+    def answered(self, option: Candidate) -> Answered:
+        """An option of those that are shown."""
+        return self.shown[self.options.index(option)]
+
+    @cached_property
+    def marked(self) -> dict[str, Answered]:
+        """What the chart names: the choice, what comes near, the best trade, the gamble's odds."""
+        options = [self.found.choice, self.found.runner_up]
+        best, gamble = plan.best_trade(self.found), self.found.gamble
+        marked = dict(self.named)
+        if best and best in self.front and best not in options:
+            marked["best trade"] = self.answered(best)
+        if gamble:
+            words = "\n".join(["gamble", *plan.odds(self.found, gamble)])
+            marked[words] = self.answered(gamble)
+        return marked
 
     @cached_property
     def named(self) -> dict[str, Answered]:
         """The choice and the runner-up, as far as there are."""
         options = {"choice": self.found.choice, "runner-up": self.found.runner_up}
-        return {name: self.shown[self.best.index(c)] for name, c in options.items() if c}
-
-
-def _answered(option: Candidate) -> Answered:
-    case, result = option.case, option.result
-    return Answered(offer_name(case.cluster), result.strategy, case, result, option.totals)
+        return {name: self.answered(c) for name, c in options.items() if c}
 
 
 def page(planned: Planned) -> Page:
@@ -148,19 +170,20 @@ def page(planned: Planned) -> Page:
     named = list(planned.named.values())
     job, clusters = planned.space.job, planned.space.clusters
     return Page(
-        answer=[_heading(planned), *_answer(planned)],
-        facts=_facts(planned),
-        doubts=[*_doubts(planned), *sections.predicted_with(planned.shown)],
+        screen=plan.screen(planned.space, planned.found, planned.turns),
+        doubts=_doubts(planned),
         sections=[
             _options(planned),
             _best(planned),
-            _turns(planned.turns),
+            _turns(planned),
             sections.time(groups, _timelines(planned)),
             sections.memory(groups),
             sections.gains({named[0].title: planned.levers} if named else {}),
             _useful(planned),
             sections.trust(planned.shown, named or planned.shown[:1]),
-            sections.inputs_of((display_name(c), replace(job, cluster=c)) for c in clusters),
+            sections.inputs_of(
+                (planned.offers[display_name(c)], replace(job, cluster=c)) for c in clusters
+            ),
             PageSection("looked", "What was looked at", notes=_looked(planned)),
         ],
         commands=_commands(planned),
@@ -168,62 +191,11 @@ def page(planned: Planned) -> Page:
     )
 
 
-def _heading(planned: Planned) -> str:
-    """Model, tokens and batch; the offer that was chosen, and how."""
-    answer, space = planned.found, planned.space
-    result = planned.shown[0].result
-    job = f"{result.model}, {totals.short(answer.wanted.tokens)} {result.unit}s"
-    job += f", {counted(space.global_batch, 'sample')} a step"
-    if answer.choice is None:
-        offers = " or ".join(map(offer_name, space.clusters))
-        return f"{job}: nothing of {offers} is within the limits"
-    return f"{job}: {'so far ' if answer.interrupted else ''}{plan.named(answer.choice)}"
-
-
-def _facts(planned: Planned) -> dict[str, list[str]]:
-    """The first screen: the choice, what comes near, how sure, what turns it, and the evidence."""
-    answer = planned.found
-    first = planned.named.get("choice", planned.shown[0])
-    if answer.choice is None:
-        return {"Why": _answer(planned)[:1], "Evidence": sections.evidence(first)}
-    spent_ = plan.spends(answer.choice)
-    facts = {
-        "Asked with": question([answer.choice.result]),
-        "It takes": [*spent_, *plan.limits(answer, answer.choice), *plan.gambles(answer)],
-        "Best trade of days against money": plan.traded(answer, brief=True),
-        "Comes next": plan.others(answer),
-        "How sure": sections.surest(first, *_doubts(planned)),
-        "What would change it": [
-            *(
-                f"{turn.what} {'above' if turn.above else 'below'} {turn.shown_at} (now"
-                f" {turn.shown_now}): {turn.winner} wins."
-                for turn in planned.turns[:_MOST]
-            ),
-            *sections.binding(planned.levers, first.result.unit),
-        ],
-        "Evidence": sections.evidence(first),
-    }
-    return {name: lines for name, lines in facts.items() if lines}
-
-
-def _answer(planned: Planned) -> list[str]:
-    """The words of the terminal but for the doubts."""
-    answer = planned.found
-    said = plan.words(answer, planned.turns, planned.levers)
-    if answer.choice is None:
-        return [f"{said[0][0].upper()}{said[0][1:]}."]
-    doubts = plan.doubts(answer)
-    return [text for text in said if text not in doubts]
-
-
 def _doubts(planned: Planned) -> list[str]:
-    answer = planned.found
-    said = plan.doubts(answer)
-    if not planned.interrupted:
-        return said
-    if answer.interrupted:
-        return ["This plan was interrupted.", *said]
-    return ["This plan was interrupted: what would change the answer was not looked at.", *said]
+    """What an interrupt left out; that the choice is not sure, the answer says itself."""
+    if not planned.interrupted or planned.found.interrupted:
+        return []
+    return ["This plan was interrupted: what would change the answer was not looked at."]
 
 
 def _groups(planned: Planned) -> dict[str, list[Answered]]:
@@ -243,7 +215,7 @@ def _options(planned: Planned) -> PageSection:
     chart = charts.front(
         shown,
         [entry.strategy for entry in shown],
-        planned.named | planned.traded,
+        planned.marked,
         {name: most for name, most in limits.items() if most is not None},
         hours=True,
         offers=several,
@@ -256,10 +228,21 @@ def _options(planned: Planned) -> PageSection:
             f"{coded}The size is the number of GPUs. Lines are 90 % intervals of the speed,"
             " together with the range of the price. Nothing is cheaper and faster than what the"
             f" dashed line joins.{dotted}{picking([entry.strategy for entry in shown])}"
+            f" {_offers(planned)}."
         )
         label_ = "money, or GPU-hours, by days, a point for each option"
         figures.append(Figure("", note, label_, chart, options(planned.front)))
     return PageSection("options", "Days and money", figures=figures)
+
+
+def _offers(planned: Planned) -> str:
+    """What each offer is, where its name does not say it."""
+    named = {
+        planned.offers[display_name(cluster)]: loaded.value.name
+        for cluster in planned.space.clusters
+        for loaded in [replace(planned.space.job, cluster=cluster).load()[0]]
+    }
+    return "; ".join(f"{short}: {name}" for short, name in named.items() if short != name)
 
 
 def _best(planned: Planned) -> PageSection:
@@ -271,8 +254,12 @@ def _best(planned: Planned) -> PageSection:
     return PageSection("best", "The best by cluster and strategy", figures=[figure])
 
 
-def _turns(turns: Sequence[BreakEven]) -> PageSection:
+def _turns(planned: Planned) -> PageSection:
     """Where the runner-up becomes the better one."""
+    turns = [
+        replace(turn, what=_shortly(turn.what, planned), winner=_shortly(turn.winner, planned))
+        for turn in planned.turns
+    ]
     if not turns:
         return PageSection("turns", "What would change the answer")
     figure = Figure(
@@ -281,9 +268,16 @@ def _turns(turns: Sequence[BreakEven]) -> PageSection:
         " answer turns.",
         "how many times what it is now each number is where the answer turns",
         _turns_chart(turns),
+        breaks(turns),
     )
-    table = Figure("The same in numbers", table=breaks(turns))
-    return PageSection("turns", "What would change the answer", figures=[figure, table])
+    return PageSection("turns", "What would change the answer", figures=[figure])
+
+
+def _shortly(text: str, planned: Planned) -> str:
+    """With the names that the page has for offers."""
+    for cluster in planned.space.clusters:
+        text = text.replace(offer_name(cluster), planned.offers[display_name(cluster)])
+    return text
 
 
 def _turns_chart(turns: Sequence[BreakEven]) -> Spec:

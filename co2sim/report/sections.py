@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from co2sim.prediction.evidence import EVIDENCE_COLUMNS, evidence_rows, nearest
-from co2sim.prediction.figures import ends, shared_batch
 from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
@@ -13,14 +12,7 @@ from co2sim.report.chart_style import Drawn, Spec, high, picking, spec
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
-from co2sim.report.text.result import stacks_of
 from co2sim.studies.sensitivity import Sensitivity
-
-
-def surest(entry: Answered, *undecided: str) -> list[str]:
-    """How sure an answer is, in a line or two."""
-    source = entry.result.interval_source
-    return [*undecided, f"90 % interval: {source}." if source else "There is no interval."]
 
 
 def best(every: Sequence[Answered], trainings: totals.Trainings) -> Answered:
@@ -30,40 +22,6 @@ def best(every: Sequence[Answered], trainings: totals.Trainings) -> Answered:
         result = next(iter(named.values()))[1]
         return next(entry for entry in every if entry.result is result)
     return max(fitting(every), key=lambda entry: entry.result.tokens_per_s)
-
-
-def speed_of(result: Result) -> str:
-    """Throughput with its interval."""
-    text = f"{result.tokens_per_s:,.0f} {result.unit}s/s"
-    return text if result.tokens_per_s_low is None else f"{text} (90 %: {ends(result)})"
-
-
-def evidence(entry: Answered) -> list[str]:
-    """The published runs that are most like a case, and how far off their predictions were."""
-    return [f"{near}." for near in nearest(entry.case, entry.result, _NEAREST)]
-
-
-def binding(levers: Sequence[Sensitivity], unit: str) -> list[str]:
-    """What would make a case faster."""
-    return [
-        f"{lever.change}: a tenth more of it gives {lever.gain:.1%} more {unit}s/s."
-        for lever in levers[:1]
-        if lever.gain > 0
-    ]
-
-
-def about(every: Sequence[Answered], tokens: float | None) -> str:
-    """What a page is about: model, tokens and batch, as far as all cases share them."""
-    results = [entry.result for entry in every]
-    models = list(dict.fromkeys(result.model for result in results))
-    unit = results[0].unit
-    parts = [models[0] if len(models) == 1 else f"{len(models)} models"]
-    parts += [] if tokens is None else [f"{totals.short(tokens)} {unit}s"]
-    return ", ".join([*parts, shared_batch(results)])
-
-
-_NEAREST = 2
-"""Published runs on the first screen."""
 
 
 def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
@@ -218,15 +176,6 @@ def trust(
         warnings=_lines(shown, "warnings"),
         notes=_lines(shown, "notes"),
     )
-
-
-def predicted_with(every: Sequence[Answered]) -> list[str]:
-    """A sentence with the software stacks behind the figures, where they are known."""
-    used = stacks_of(entry.result for entry in every)
-    kinds = " or ".join(dict.fromkeys(entry.result.precision for entry in every))
-    layers = list(dict.fromkeys(each.result.division for each in every))
-    how = f", {layers[0]}" if len(layers) == 1 and layers[0] else ""
-    return [f"Predicted with the software {used}; {kinds}{how}."] if used else []
 
 
 def inputs(every: Sequence[Answered]) -> PageSection:

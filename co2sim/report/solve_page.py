@@ -9,8 +9,6 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from co2sim.common.units import counted
-from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal, remark
@@ -35,7 +33,7 @@ from co2sim.report.chart_style import (
 )
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered, Table
-from co2sim.report.text import solve, totals
+from co2sim.report.text import solve
 from co2sim.report.text.solve import crossing
 from co2sim.studies.grid import display_name, offer_name, strategy_title
 from co2sim.studies.sensitivity import Sensitivity
@@ -85,9 +83,7 @@ def page(answers: AllSolved) -> Page:
     axis = answers.found[0].axis
     shown = answers.as_they_are
     return Page(
-        answer=[_heading(answers), *(f"{solve.words(solved)}." for solved in answers.found)],
-        facts=_facts(answers),
-        doubts=sections.predicted_with(shown),
+        screen=solve.screen(answers.found, answers.results),
         sections=[
             *(_reached(group, number, answers) for number, group in enumerate(answers.by_target)),
             sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
@@ -100,35 +96,6 @@ def page(answers: AllSolved) -> Page:
         commands=_commands(answers),
         files=_files(answers),
     )
-
-
-def _heading(answers: AllSolved) -> str:
-    """Model, GPUs and cluster, and what is asked."""
-    case, axis = answers.cases[0], answers.found[0].axis
-    targets = " and ".join(dict.fromkeys(solved.target.name for solved in answers.found))
-    model = case.load()[1].value.name
-    sizes = f"{counted(case.gpus, 'GPU')} of " if case.gpus else ""
-    tokens = "" if answers.tokens is None else f", {totals.short(answers.tokens)} tokens"
-    batch = f", {shared_batch(list(answers.results.values()))}" if answers.results else ""
-    return f"{model}{tokens}{batch}, {sizes}{offer_name(case.cluster)}: {axis.path} for {targets}"
-
-
-def _facts(answers: AllSolved) -> dict[str, list[str]]:
-    """The first screen."""
-    facts = {"The answer": [f"{solve.words(solved)}." for solved in answers.found[:_MOST]]}
-    if answers.as_they_are:
-        first = answers.as_they_are[0]
-        facts["How sure"] = sections.surest(first)
-        held = next(iter(answers.levers.values()), ())
-        facts[f"What more would give ({first.strategy}, as it is)"] = sections.binding(
-            held, first.result.unit
-        )
-        facts["Evidence"] = sections.evidence(first)
-    return {name: lines for name, lines in facts.items() if lines}
-
-
-_MOST = 4
-"""Answers on the first screen."""
 
 
 def _reached(group: Sequence[Solved], turn: int, answers: AllSolved) -> PageSection:

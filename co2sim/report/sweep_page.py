@@ -10,7 +10,6 @@ import altair as alt
 
 from co2sim.common.errors import Co2simError
 from co2sim.common.units import parse, parse_price
-from co2sim.prediction.intervals import undecided
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
@@ -38,7 +37,8 @@ from co2sim.report.charts import Measure
 from co2sim.report.html import Figure, Page, PageSection
 from co2sim.report.tables import Answered
 from co2sim.report.text import totals
-from co2sim.studies.grid import Setting, display_name, offer_names, setting_name, strategy_title
+from co2sim.report.text.screen import Screen
+from co2sim.studies.grid import Setting, display_name, setting_name, short_names, strategy_title
 from co2sim.studies.run_all import Failure, Outcome
 from co2sim.studies.table import to_frame
 from co2sim.studies.targets import axis_of
@@ -63,13 +63,14 @@ MAX_POINTS = 800
 class Swept:
     """Cases with what each varies and what became of it, in the order of the table.
 
-    `rows` are what --json prints of them. `missing` says how many were done where an interrupt
-    left some out. `command` repeats it all.
+    `screen` is what the command says first, `rows` what --json prints. `missing` says how many were
+    done where an interrupt left some out. `command` repeats it all.
     """
 
     cases: Sequence[Question]
     settings: Sequence[Setting]
     outcomes: Sequence[Outcome]
+    screen: Screen
     rows: Sequence[Mapping[str, object]]
     goal: Goal
     tokens: float | None
@@ -86,7 +87,7 @@ class Swept:
         """The cases that gave a result; what they vary stands for their strategy."""
         trained = totals.totals_for(self.cases, self.outcomes, self.tokens, self.goal)
         every = zip(self.names, self.cases, self.outcomes, trained, strict=True)
-        offers = offer_names(case.cluster for case in self.cases)
+        offers = short_names(case.cluster for case in self.cases)
         return [
             Answered(offers[display_name(case.cluster)], name, case, outcome, totals)
             for name, case, outcome, totals in every
@@ -148,40 +149,11 @@ class Swept:
         texts = [display_name(setting[path]) for setting in self.settings]
         return _numbers(path, self.cases[0], texts) or (None, [0.0] * len(texts))
 
-    def answer(self) -> list[str]:
-        """The best case: the cheapest and the fastest training, or the highest throughput."""
-        if self.tokens is not None:
-            return totals.in_brief(self._trainings())
-        if not self._ranked:
-            return [f"None of {len(self.all):,} cases fits in memory."]
-        first = self._ranked[0]
-        return [f"{first.strategy} is the fastest at {sections.speed_of(first.result)}."]
-
-    def _trainings(self) -> totals.Trainings:
-        return [(entry.strategy, entry.result, entry.totals) for entry in self.all]
-
-    @cached_property
-    def best(self) -> Answered:
-        """The case that the answer names first."""
-        return sections.best(self.all, self._trainings() if self.tokens is not None else ())
-
-    @cached_property
-    def _ranked(self) -> list[Answered]:
-        """Those that fit in memory, the fastest first."""
-        fitting = [entry for entry in self.all if entry.fits]
-        return sorted(fitting, key=lambda entry: -entry.result.tokens_per_s)
-
     def doubts(self) -> list[str]:
-        """What is missing, what failed, and whether the order of the first two is certain."""
+        """What is missing, and what failed."""
         said = [f"This sweep was interrupted: {self.missing}."] if self.missing else []
         if self.failed:
             said.append(f"{len(self.failed):,} of {len(self.cases):,} cases failed.")
-        first, second = ([*self._ranked, None, None])[:2]
-        if first and second and self.tokens is None and undecided(first.result, second.result):
-            said.append(
-                f"Between it and {second.strategy} it is undecided: they differ by less than may be"
-                " wrong."
-            )
         return said
 
 
@@ -271,13 +243,8 @@ def page(swept: Swept) -> Page:
     plain = [replace(entry, strategy=entry.result.strategy) for entry in every]
     trust = sections.trust(plain, plain)
     return Page(
-        answer=[_heading(swept), *swept.answer()],
-        facts={
-            "The answer": swept.answer(),
-            "How sure": sections.surest(swept.best, *swept.doubts()),
-            "Evidence": sections.evidence(swept.best),
-        },
-        doubts=[*swept.doubts(), *sections.predicted_with(every)],
+        screen=replace(swept.screen, table=swept.screen.table[:_MAX_ROWS]),
+        doubts=swept.doubts(),
         sections=[
             _speed(swept),
             PageSection("failed", "Cases that failed", notes=_few(swept.failed)),
@@ -291,13 +258,6 @@ def page(swept: Swept) -> Page:
         commands=[swept.command],
         files=files,
     )
-
-
-def _heading(swept: Swept) -> str:
-    """Model, tokens, batch and cluster, as far as they are the same; and the best case."""
-    clusters = list(dict.fromkeys(entry.cluster for entry in swept.all))
-    where = f" on {clusters[0]}" if len(clusters) == 1 else ""
-    return f"{sections.about(swept.all, swept.tokens)}{where}: {swept.best.strategy}"
 
 
 def _inputs(swept: Swept) -> list[tuple[str, Question]]:

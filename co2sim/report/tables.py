@@ -8,14 +8,16 @@ from co2sim.catalog import Fact
 from co2sim.common.units import counted, duration, figures, number, percent, scaled
 from co2sim.prediction.figures import in_table
 from co2sim.prediction.intervals import error_model
+from co2sim.prediction.notes import lacking
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import solve, totals
+from co2sim.report.text.answer import LACKS, marked
 from co2sim.report.text.result import first_of
 from co2sim.studies.candidates import Candidate
-from co2sim.studies.grid import display_name, offer_name, strategy_title
+from co2sim.studies.grid import display_name, short_names, strategy_title
 from co2sim.studies.run_all import Efficiency
 from co2sim.studies.sensitivity import Sensitivity
 from co2sim.studies.solve import Solved
@@ -23,7 +25,7 @@ from co2sim.studies.solve import Solved
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A case, its result, and what it takes to train the tokens that were `asked` for, if any.
+    """A case, its result, and what it takes to train the tokens that were asked for, if any.
 
     `cluster` is the name of the offer, with what was varied; `strategy` names it there.
     `efficiency` is the throughput per GPU, relative to one node, where it is known.
@@ -34,7 +36,6 @@ class Answered:
     case: Question
     result: Result
     totals: Totals | None
-    asked: bool = False
     efficiency: Efficiency | None = None
 
     @property
@@ -54,24 +55,36 @@ _NAMED = 12
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells in rows; the first `texts` columns are texts, the others figures."""
+    """Cells in rows; the first `texts` columns are texts, the others figures.
+
+    `legend` says what is written short in it.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     texts: int = 1
+    legend: str = ""
+
+
+def _legend(results: Iterable[Result]) -> str:
+    """What the mark says."""
+    lacks = "; ".join(lacking(result.notes for result in results))
+    return f"{LACKS} what-if: {lacks}" if lacks else ""
 
 
 def speeds(group: Sequence[Answered]) -> Table:
     """What every case of a cluster gives."""
     heads = (figure.headed(group[0].result) for figure in in_table("page"))
-    return Table(("strategy", "GPUs", *heads), [_speed(entry) for entry in group])
+    rows = [_speed(entry) for entry in group]
+    legend = _legend(entry.result for entry in group)
+    return Table(("strategy", "GPUs", *heads), rows, legend=legend)
 
 
 def _speed(entry: Answered) -> list[str]:
     texts = [figure.shown(entry.result) or "-" for figure in in_table("page")]
     if entry.result.memory_fit != "fits":
         texts[-1] = f"{texts[-1].removesuffix('*')}, {entry.result.memory_word}"
-    return [entry.strategy, str(entry.result.gpus), *texts]
+    return [marked(entry.strategy, entry.result), str(entry.result.gpus), *texts]
 
 
 def trainings(every: Sequence[Answered]) -> Table | None:
@@ -80,10 +93,11 @@ def trainings(every: Sequence[Answered]) -> Table | None:
         return None
     heads, cells = totals.table_of([entry.totals for entry in every])
     rows = [
-        [entry.cluster, entry.strategy, str(entry.result.gpus), *row]
+        [entry.cluster, marked(entry.strategy, entry.result), str(entry.result.gpus), *row]
         for entry, row in zip(every, cells, strict=True)
     ]
-    return Table(("cluster", "strategy", "GPUs", *heads), rows, 2)
+    legend = _legend(entry.result for entry in every)
+    return Table(("cluster", "strategy", "GPUs", *heads), rows, 2, legend)
 
 
 def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table:
@@ -94,14 +108,26 @@ def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table
     money = next((c.totals.currency for c in candidates if c.totals.currency), None)
     stacks = len({c.case.stack for c in candidates if isinstance(c.case.stack, str)}) > 1
     energy = any(candidate.totals.energy_kwh is not None for candidate in candidates)
-    columns = ["cluster", "strategy", *["stack"] * stacks, "divided by", "recompute", "GPUs"]
-    columns += ["micro-batch", "days", "GPU-hours", *([money] if money else []), *["MWh"] * energy]
+    divided = any(candidate.case.mesh_words() for candidate in candidates)
+    columns = ["cluster", "strategy", *["stack"] * stacks, *["divided by"] * divided]
+    columns += [
+        "recompute",
+        "GPUs",
+        "micro-batch",
+        "days",
+        "GPU-hours",
+        *([money] if money else []),
+        *["MWh"] * energy,
+    ]
+    names = short_names(candidate.case.cluster for candidate in candidates)
     rows = []
     for candidate in candidates:
         case, total, result = candidate.case, candidate.totals, candidate.result
         row = [
-            *(offer_name(case.cluster), result.strategy, *[str(case.stack)] * stacks),
-            *(case.mesh_words() or "-", case.recompute, f"{result.gpus:,}"),
+            *(names[display_name(case.cluster)], marked(result.strategy, result)),
+            *[str(case.stack)] * stacks,
+            *([case.mesh_words() or "-"] * divided),
+            *(case.recompute, f"{result.gpus:,}"),
             *(f"{case.micro_batch} x {result.accumulation}", totals.ranged(total, "days")),
             f"{total.gpu_hours:,.0f}",
         ]
@@ -110,7 +136,9 @@ def options(candidates: Sequence[Candidate], *, at_length: bool = True) -> Table
         row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
         row += [scaled(result.memory_bytes_per_gpu["total"], "B")] * at_length
         rows.append(row)
-    return Table([*columns, *["memory of a GPU"] * at_length], rows, 4 + stacks)
+    columns += ["memory"] * at_length
+    legend = _legend(candidate.result for candidate in candidates)
+    return Table(columns, rows, 3 + stacks + divided, legend)
 
 
 def times(group: Sequence[Answered]) -> Table:

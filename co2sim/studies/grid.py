@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_type_hints
 
 from co2sim.catalog import load_cluster
@@ -268,11 +269,15 @@ def offer_name(cluster: Any) -> str:
     return short if len(short) <= _LONG_NAME else f"{short[: _LONG_NAME - 1]}…"
 
 
-def offer_names(clusters: Iterable[Any]) -> dict[str, str]:
-    """The `offer_name` of each `display_name`; the latter itself where two have one name."""
+def short_names(clusters: Iterable[Any]) -> dict[str, str]:
+    """What screens and pages call each `display_name`, in full: the key of the catalog, or a file.
+
+    A file is called as it is without its folder and ending, where that tells it from the others.
+    """
     named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
-    offers = list(named.values())
-    return {key: key if offers.count(name) > 1 else name for key, name in named.items()}
+    stems = {key: Path(key).stem if is_file(key) else name for key, name in named.items()}
+    every = list(stems.values())
+    return {key: stem if every.count(stem) == 1 else key for key, stem in stems.items()}
 
 
 def strategy_title(strategy: Any) -> str:

@@ -30,12 +30,17 @@ def files(text: str) -> dict[str, bytes]:
 def heading(text: str) -> str:
     """The answer."""
     (answer,) = re.findall(r"<h1>(.*?)</h1>", text)
-    return unescape(answer)
+    return _plain(answer)
 
 
 def first_screen(text: str) -> str:
-    """What a reader sees before any click: the heading, the facts and the first chart."""
-    return unescape(text.partition("<header>")[2].partition("<details>")[0])
+    """What a reader sees before any click: the answer, its named lines and the first chart."""
+    head = text.partition("<header>")[2].partition("</header>")[0]
+    return _plain(re.sub(r"<details>.*?</details>", "", head, flags=re.DOTALL))
+
+
+def _plain(text: str) -> str:
+    return unescape(text).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def policy_of(text: str) -> tuple[str, list[str]]:

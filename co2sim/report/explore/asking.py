@@ -26,6 +26,7 @@ from co2sim.report.explore.page import asked
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
 from co2sim.report.text import result as text_result
+from co2sim.report.text.cases import of_strategies
 from co2sim.strategies import STRATEGIES, strategy_options
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import gpu_counts, with_changes
@@ -290,6 +291,7 @@ class Asker:
             results=results,
             goal=question.goal,
             tokens=view.tokens,
+            screen=of_strategies(cases, results, driver.resolve_auto, question.goal, view.tokens),
             comparisons=(),
             command="\n".join(self.commands(view, settings)),
             panels=[view.cluster] * len(cases),

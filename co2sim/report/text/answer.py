@@ -80,10 +80,10 @@ def _value(key: str, value: str) -> str:
     return {"true": key, "false": f"no-{key}"}.get(value, value)
 
 
-def legend(named: Mapping[str, str], *before: str) -> list[str]:
+def legend(named: Mapping[str, str], *before: str, results: Iterable[Result] = ()) -> list[str]:
     """The options of labels that are not the whole title, behind other words; none for nothing.
 
-    Of labels with the same options only the first is there.
+    Of labels with the same options only the first is there. `results` tell whether there are marks.
     """
     kinds: dict[tuple[str, ...], str] = {}
     for label, title in named.items():
@@ -91,8 +91,20 @@ def legend(named: Mapping[str, str], *before: str) -> list[str]:
             name, options = _options(title)
             words = ", ".join(f"{key}={value}" for key, value in options.items())
             kinds.setdefault((name, *options), f"{label}: {words or title}")
-    said = [*filter(None, before), *kinds.values()]
+    marks = (
+        [f"{LACKS} what-if: not in the stack"] if notes.lacking(r.notes for r in results) else []
+    )
+    said = [*filter(None, before), *marks, *kinds.values()]
     return [f"({'; '.join(said)})"] if said else []
+
+
+LACKS = "\N{DAGGER}"
+"""Behind a strategy in a table, where the stack has not all of it."""
+
+
+def marked(name: str, *results: Result) -> str:
+    """With a mark where a stack of the results lacks the strategy."""
+    return f"{name} {LACKS}" if notes.lacking(r.notes for r in results) else name
 
 
 # --- one case -------------------------------------------------------------------------------------
@@ -326,11 +338,9 @@ def shared_rows(
 def _lacking(entries: Sequence[Simulated]) -> list[tuple[str, str]]:
     """Stacks, each with what it has not."""
     lacks: dict[str, list[str]] = {}
-    for note in notes.alike(entry.result.notes for entry in entries):
-        if note.startswith(notes.WHAT_IF):
-            text = note.removeprefix(notes.WHAT_IF).partition("; it has")[0]
-            stack, _, what = _YEARS.sub("", text).partition(" has ")
-            lacks.setdefault(stack, []).append(what)
+    for text in notes.lacking(entry.result.notes for entry in entries):
+        stack, _, what = _YEARS.sub("", text).partition(" has ")
+        lacks.setdefault(stack, []).append(what)
     return [(stack, ", ".join(what)) for stack, what in lacks.items()]
 
 
@@ -597,12 +607,15 @@ def of_counts(
     entries: Sequence[Simulated],
     named: tuple[Sequence[str], Sequence[Sequence[str]]],
     tokens: float | None,
+    *,
+    whole: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
     """A table with a column for each number of GPUs, in one piece: days, or speed of a GPU.
 
     `named` names the rows, with the same cells where they are one. The columns behind the counts
     are of the largest one of a row. What fits with no number is left out, unless that is all.
-    Where there is no room the share of exposed communication gives way, then counts in the middle.
+    Unless it is to be `whole`, where there is no room on the terminal the share of exposed
+    communication gives way, then counts in the middle.
     """
     by_row: dict[tuple[str, ...], dict[int, Simulated]] = {}
     best = best_of(entries).result.cluster
@@ -627,7 +640,7 @@ def of_counts(
             ]
             for cells, row in (inside or by_row).items()
         ]
-        if len(sizes) <= _FEWEST or _width(columns, rows) <= room:
+        if whole or len(sizes) <= _FEWEST or _width(columns, rows) <= room:
             return columns, rows
         if exposed:
             exposed = False

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from co2sim.catalog.facts import is_file
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.answer import (
@@ -34,7 +32,7 @@ from co2sim.report.text.totals import (
     trade,
 )
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
-from co2sim.studies.grid import display_name, offer_name
+from co2sim.studies.grid import display_name, offer_name, short_names
 from co2sim.studies.plan import Recommendation, overlap
 from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
 
@@ -46,12 +44,12 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     """The first screen: what to take, what else there is, and what rests on what."""
     choice = answer.choice
     if choice is None:
-        titles = labels(option.result.strategy for option in answer.front)
-        nearest = map(_Short(titles, _stems(space.clusters)).simulated, answer.front)
-        return Screen(answer=[f"{nothing(answer)}.{beyond(nearest)}"])
+        return _without(space, answer)
     beside = (answer.gamble, answer.runner_up, answer.rival, best_trade(answer))
     options = [choice, *(option for option in beside if option)]
-    short = _Short(labels(option.result.strategy for option in options), _stems(space.clusters))
+    short = _Short(
+        labels(option.result.strategy for option in options), short_names(space.clusters)
+    )
     entry = short.simulated(choice)
     stopped = f"{_stopped(answer)} So far the best: take" if answer.interrupted else "Take"
     what = job(choice.result, answer.wanted.tokens)
@@ -81,12 +79,30 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     )
 
 
-def _stems(clusters: Sequence[Any]) -> dict[str, str]:
-    """What a screen calls each offer: a file without its folder and ending, where that tells it."""
-    named = {display_name(cluster): offer_name(cluster) for cluster in clusters}
-    stems = {key: Path(key).stem if is_file(key) else name for key, name in named.items()}
-    every = list(stems.values())
-    return {key: stem if every.count(stem) == 1 else named[key] for key, stem in stems.items()}
+def _without(space: Space, answer: Recommendation) -> Screen:
+    """The screen where nothing is within the limits: what there is without them."""
+    options = {"fastest": answer.front[0]}
+    if len(answer.front) > 1:
+        options["cheapest"] = answer.front[-1]
+    titles = labels(option.result.strategy for option in options.values())
+    short = _Short(titles, short_names(space.clusters))
+    entries = {head: short.simulated(option) for head, option in options.items()}
+    first, what = answer.front[0].result, _over(answer)
+    return Screen(
+        answer=[
+            f"{what[0].upper()}{what[1:]}.{beyond(entries.values())}",
+            setup([job(first, answer.wanted.tokens)], [first]),
+        ],
+        rows=[
+            *(
+                (head, f"{entry.name}, {at_a_glance(options[head].totals)}")
+                for head, entry in entries.items()
+            ),
+            ("counted", counted_row([*entries.values()], learns=False)),
+            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated"),
+            *(("names", line.strip("()")) for line in legend({v: k for k, v in titles.items()})),
+        ],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +153,8 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
     choice, wanted = answer.choice, answer.wanted
     assert choice is not None
     if answer.gamble:
-        odds = "; ".join(_odds(answer, answer.gamble))
-        yield "gamble", f"{_saved(answer)}: {short.spends(answer.gamble, choice)}; {odds}"
+        said = [short.spends(answer.gamble, choice), *odds(answer, answer.gamble)]
+        yield "gamble", f"{_saved(answer)}: {'; '.join(said)}"
     undecided = "; undecided" if answer.undecided else ""
     if answer.runner_up:
         margin = _margin(answer, answer.runner_up)
@@ -151,7 +167,7 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
         yield "sooner", f"{short.spends(best, choice)}, {more}"
 
 
-def _odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
+def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
     """The chances to miss the limits."""
     for name, _, chance in _missed(answer, option):
         yield f"misses the {name} with {chance:.0%}"
@@ -362,12 +378,6 @@ def _against(answer: Recommendation) -> Iterator[str]:
 
 def nothing(answer: Recommendation) -> str:
     """Why there is no choice."""
-    wanted = answer.wanted
-    limits = [
-        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
-        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
-        *([scaled(wanted.power, "W")] if wanted.power else []),
-    ]
     if not answer.front:
         if answer.failed:
             return f"no candidate can be simulated: {answer.failed[0]}"
@@ -376,8 +386,19 @@ def nothing(answer: Recommendation) -> str:
             " (-s fsdp), --recompute full or less --headroom"
         )
     fastest, cheapest = answer.front[0], answer.front[-1]
-    text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
+    text = f"{_over(answer)}; the fastest is {_told(fastest)}"
     return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
+
+
+def _over(answer: Recommendation) -> str:
+    """The limits that nothing is within."""
+    wanted = answer.wanted
+    limits = [
+        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
+        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
+        *([scaled(wanted.power, "W")] if wanted.power else []),
+    ]
+    return f"nothing is within {' and '.join(limits)}"
 
 
 def looked(space: Space, answer: Recommendation) -> Iterator[str]:

@@ -11,6 +11,7 @@ from test_analysis_pages import EVIL, compared, invented, text_of, validated
 from analysis.measured.comparison import compare
 from analysis.published.report import brief_report
 from co2sim.report.html import Page, PageSection, from_markdown, render
+from co2sim.report.text.screen import Screen
 from co2sim.simulation.noise import Noise
 
 __all__ = ["browser"]
@@ -46,7 +47,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     texts = {
         "compare": text_of(runs),
         "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),
-        "prose": render(Page(answer=["Yes."], sections=prose, commands=["x " * 300])).decode(),
+        "prose": render(
+            Page(screen=Screen(answer=["Yes."]), sections=prose, commands=["x " * 300])
+        ).decode(),
     }
     folder = tmp_path_factory.mktemp("pages")
     for name, text in texts.items():

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from browsing import SCHEMES, Opened, browser, marks, needs_axe
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
 from commands import written
 from playwright.sync_api import Browser, expect
 from test_decision_pages import EVIL, SOLVE, SWEEP, plan
@@ -98,3 +98,24 @@ def test_a_choice_changes_its_timeline_alone(browser: Browser, page: Path) -> No
     ends = [places.nth(place).evaluate(last) for place in (0, 1)]
     assert ends[0]
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["plan", *(pytest.param(kind, marks=NIGHTLY) for kind in ("report", "solve", "sweep"))]
+)
+def test_on_a_phone_names_are_whole_and_the_chart_is_before_the_tables(
+    browser: Browser, page: Path
+) -> None:
+    """The page is as wide as the phone, tables scroll in their boxes, no legend ends with dots."""
+    opened = Opened(browser, page, viewport=PHONE)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    tops = [
+        opened.page.locator(place).first.bounding_box()
+        for place in ("h1", "header dd", "header .chart", "table:visible")
+    ]
+    heights = [box["y"] for box in tops if box]
+    assert len(heights) == len(tops)
+    assert heights == sorted(heights)
+    legends = opened.page.locator(".role-legend-label text").all_text_contents()
+    assert legends
+    assert not [name for name in legends if name.endswith("…")]

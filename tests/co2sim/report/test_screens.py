@@ -11,7 +11,7 @@ from places import ROOT
 from rich.cells import cell_len
 
 from co2sim.cli import scale
-from co2sim.report.text.answer import labels
+from co2sim.report.text.answer import LACKS, labels
 from co2sim.report.text.screen import LINES, WIDTH
 
 BIG = "-c dgx-h100 -m llama3-8b -g 128"
@@ -175,3 +175,13 @@ def test_labels_tell_strategies_apart_and_are_no_longer(titles: list[str]) -> No
     for title, label in short.items():
         assert label.partition("(")[0] == title.partition("(")[0]
         assert len(label) <= len(title) + title.count("false")
+
+
+def test_what_the_stack_lacks_is_marked_in_tables(cli: Command) -> None:
+    """Those strategies alone, with what the mark says; of the same table where one fits nowhere."""
+    out = cli(*shlex.split(COMMANDS["three without tokens"]))[1]
+    stack = shlex.split(f"run {BIG} -s fsdp -s co2:worker=gpu,inner=ddp")
+    rows = [line for line in out.splitlines() if line.startswith(("zero1", "zero3", "co2"))]
+    assert all(LACKS in row for row in rows)
+    assert sum(LACKS in line for line in out.splitlines()) == len(rows) + 1
+    assert LACKS not in cli(*stack)[1]

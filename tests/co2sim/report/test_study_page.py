@@ -2,8 +2,7 @@
 
 import io
 import json
-import re
-from dataclasses import replace
+import math
 from html import unescape
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report import bundle, charts, rounds, sections
 from co2sim.report.study_page import Study
+from co2sim.report.text.cases import over_gpus
 from co2sim.studies.grid import over_sizes
 
 PRICED = {"price_per_gpu": "2 USD/h"}
@@ -39,14 +39,19 @@ REPORT = (
 
 
 def study_of(
-    clusters: list[str] | None = None, tokens: float | None = None, **changes: Any
+    clusters: list[str] | None = None,
+    tokens: float | None = None,
+    strategies: list[str] = STRATEGIES,
+    **changes: Any,
 ) -> Study:
     """A small study of three strategies on one and two nodes."""
     job = Question(cluster="", model="gpt2-small", strategy="", **changes)
-    cases = over_sizes(job, clusters or ["a100-tcp80"], STRATEGIES, "8,16")
+    cases = over_sizes(job, clusters or ["a100-tcp80"], strategies, "8,16")
+    results = [run(case) for case in cases]
     return Study(
         cases=cases,
-        results=[run(case) for case in cases],
+        results=results,
+        screen=over_gpus(cases, results, NO_GOAL, tokens),
         goal=NO_GOAL,
         tokens=tokens,
         comparisons=(),
@@ -60,32 +65,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written(tmp_path_factory, *REPORT).text
 
 
-def test_the_first_screen_names_the_case_and_its_interval(text: str) -> None:
-    """Model, tokens and cluster head the page; below are the days of the best trade, and runs."""
-    words = heading(text)
+def test_the_heading_has_days_and_money_and_the_first_screen_every_line(text: str) -> None:
+    """The best trade with its range; model, tokens and cluster; what the terminal says besides."""
     study = study_of(tokens=1e9, overrides=PRICED)
     best = study.best.totals
-    found = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
-    assert best == min(found, key=lambda one: one.days * (one.cost or 0))
-    named = (study.best.result.model, "1B tokens", "a100-tcp80", study.best.strategy)
-    assert all(name in words for name in named)
-    assert words in unescape(text.partition("<title>")[2].partition("</title>")[0])
-    shown = first_screen(text)
+    fitting = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
+    assert best == min(fitting, key=lambda one: one.days * (one.cost or 0))
     ends = (best.days, best.days_low, best.days_high)
-    assert all(f"{days:.3g}" in shown for days in ends)
-    assert all(near.run.source in shown for near in nearest(study.best.case, study.best.result, 2))
+    assert all(f"{days:.3g}" in heading(text) for days in ends)
+    assert heading(text) in unescape(text.partition("<title>")[2]).replace("\xa0", " ")
+    shown = first_screen(text)
+    assert all(name in shown for name in (study.best.result.model, "1B tokens"))
+    (near,) = nearest(study.best.case, study.best.result, 1)
+    assert f"{near.run.published:,.0f}" in shown
+    assert all(f"<dt>{name}</dt>" in shown for name, _ in study.screen.rows if name)
 
 
-def test_the_first_chart_is_beside_the_answer_and_caveats_are_folded(text: str) -> None:
-    """One chart in the head of the page, drawn nowhere else; what steps are worth is folded."""
+def test_the_chart_is_between_what_decides_and_the_table(text: str) -> None:
+    """One chart in the head of the page, drawn nowhere else, before how it was asked."""
     head, _, body = text.partition("</header>")
     assert head.count("data-chart=") == 1
-    assert head.count('data-chart="money-0"') == 1
     assert 'data-chart="money-0"' not in body
-    folded = head.rpartition("<details>")[2].partition("</details>")[0]
-    study = study_of(tokens=1e9, overrides=PRICED)
-    assert study.doubts()
-    assert all(doubt in unescape(folded) for doubt in study.doubts())
+    parts = ["<h1>", "<dt>cost</dt>", "<dt>counted</dt>", 'data-chart="money-0"', "<dt>batch</dt>"]
+    parts.append(f'<th scope="col">{study_of(tokens=1e9).screen.columns[0]}</th>')
+    places = [head.rindex(part) for part in parts]
+    assert places == sorted(places)
 
 
 def test_a_colour_stands_for_one_thing(text: str) -> None:
@@ -172,46 +176,51 @@ def test_bars_of_memory_are_the_items_of_a_gpu(text: str) -> None:
         assert sum(sizes) == pytest.approx(total)
 
 
-def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
-    """As much as it is faster, from its worst against the other's best to the contrary."""
+def test_of_two_clusters_a_line_says_how_much_faster_one_is() -> None:
+    """With the range of the ratio, as if their errors had nothing in common."""
     study = study_of(
         ["a100-tcp80", "a100-roce800"],
+        strategies=["ddp", "zero3"],
         overrides={"stack.call_overhead": "0 us", "model.seq_len": "512"},
     )
     slow, fast = (
-        max(study.largest[name], key=lambda one: one.result.tokens_per_s)
+        max(study.largest[name], key=lambda one: one.result.tokens_per_s).result
         for name in ("a100-tcp80", "a100-roce800")
     )
-    ratio = fast.result.tokens_per_s / slow.result.tokens_per_s
+    ratio = fast.tokens_per_s / slow.tokens_per_s
     assert ratio > 2
-    ends = [
-        getattr(fast.result, f"tokens_per_s_{one}") / getattr(slow.result, f"tokens_per_s_{other}")
-        for one, other in (("low", "high"), ("high", "low"))
-    ]
-    answer = study.answer()
-    assert numbers(answer[0], "times") == [f"{ratio:.1f}", f"{ends[1]:.2g}", f"{ratio:.1f}"]
-    assert f"{ends[0]:.2g} to " in answer[0]
-    assert answer[0].index("a100-roce800") < answer[0].index("a100-tcp80")
-    assert all(name in answer[1] for name in (fast.strategy, slow.strategy))
-    pairs = zip(study.largest["a100-roce800"], study.largest["a100-tcp80"], strict=True)
-    gained = [(a.result.tokens_per_s / b.result.tokens_per_s, a.strategy) for a, b in pairs]
-    most, strategy = max(gained)
-    assert strategy in answer[2]
-    assert numbers(answer[2], "times") == [f"{most:.1f}"]
-    assert ends[0] > 1  # so the order is not called undecided
-    assert "undecided" not in " ".join(answer)
-    assert slow.result.cluster in answer[3]
+    reach = math.hypot(
+        *(math.log(r.tokens_per_s_high / r.tokens_per_s_low) / 2 for r in (slow, fast))
+    )
+    said = dict(study.screen.rows)["between"]
+    assert said.index("a100-roce800") < said.index("a100-tcp80")
+    low, high = (ratio * math.exp(sign * reach) for sign in (-1, 1))
+    assert low > 1
+    assert all(shown in said for shown in (f"{ratio:.3g} times", f"{low:.2g} to {high:.2g}"))
+    assert "not known" not in said
 
 
-def test_of_two_clusters_that_are_nearly_alike_the_order_is_undecided() -> None:
-    """Their intervals overlap, and a line says so."""
-    study = study_of(["a100-tcp80", "a100-roce800"], micro_batch=16)
-    assert any("undecided" in line for line in study.answer())
+@pytest.mark.parametrize("other", ["a100-roce800", "a100-tcp80"])
+def test_of_two_clusters_that_are_nearly_alike_the_order_is_not_known(other: str) -> None:
+    """Where the range of the ratio has 1 inside, and where a number changes nothing."""
+    job = Question(cluster="", model="gpt2-small", strategy="", micro_batch=16)
+    pairs = [("one", "a100-tcp80"), ("other", other)]
+    cases = [case for _, name in pairs for case in over_sizes(job, [name], ["ddp"], "16")]
+    panels = [f"{case.cluster}, {name}" for case, (name, _) in zip(cases, pairs, strict=True)]
+    screen = over_gpus(cases, [run(case) for case in cases], panels=panels)
+    assert "not known" in dict(screen.rows)["between"]
 
 
-def numbers(text: str, unit: str) -> list[str]:
-    """The numbers before a unit."""
-    return re.findall(rf"([\d.,]+) {unit}\b", text)
+def test_the_table_of_a_page_has_every_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is too narrow for all has fewer."""
+    monkeypatch.setenv("COLUMNS", "60")
+    sizes = ["8", "16", "32", "64", "128"]
+    job = Question(cluster="", model="gpt2-small", strategy="")
+    cases = over_sizes(job, ["a100-tcp80"], ["zero2"], ",".join(sizes))
+    results = [run(case) for case in cases]
+    narrow, whole = (over_gpus(cases, results, whole=whole).columns for whole in (False, True))
+    assert set(sizes) - set(narrow)
+    assert not set(sizes) - set(whole)
 
 
 def test_without_prices_days_are_drawn_over_gpus() -> None:
@@ -223,18 +232,6 @@ def test_without_prices_days_are_drawn_over_gpus() -> None:
     points = drawn_points(dict(figure.chart))
     expected = {(o.strategy, o.result.gpus, o.totals.days) for o in study.all if o.totals}
     assert {(row["strategy"], row["gpus"], row["value"]) for row in points} == expected
-
-
-def test_equal_clusters_are_called_equal() -> None:
-    """A number that does nothing here makes no difference worth a word."""
-    study = study_of()
-    twice = replace(
-        study,
-        cases=[*study.cases, *study.cases],
-        results=[*study.results, *study.results],
-        panels=[name for name in ("one", "other") for _ in study.cases],
-    )
-    assert "equally fast" in twice.answer()[0]
 
 
 def test_the_bundle_is_kept_for_the_next_page(

@@ -40,7 +40,7 @@ from co2sim.studies.candidates import (
     as_it_runs,
     candidates,
 )
-from co2sim.studies.grid import all_counts, display_name, offer_name, offer_names, strategy_title
+from co2sim.studies.grid import all_counts, display_name, offer_name, short_names, strategy_title
 from co2sim.studies.plan import front, plan
 from co2sim.studies.sensitivity import break_even
 
@@ -384,14 +384,18 @@ def test_local_updates_of_one_worker_are_no_candidate() -> None:
 
 
 def test_an_offer_is_called_by_its_name_up_to_a_colon(tmp_path: Path) -> None:
-    """A file by the name in it; what the catalog has by its key; two of one name by their files."""
+    """A file by the name in it; what the catalog has by its key; in short a file by its stem."""
     paths = []
     for key, name in (("a", "offer A: 4 nodes"), ("b", "offer B"), ("c", "offer A: dearer")):
         paths.append(str(tmp_path / f"{key}.toml"))
         Path(paths[-1]).write_text(OFFER.format(name=name, price=3, rate=400, nodes=4), "utf-8")
     assert [offer_name(path) for path in paths] == ["offer A", "offer B", "offer A"]
     assert offer_name("dgx-h100") == "dgx-h100"
-    assert list(offer_names(paths).values()) == [paths[0], "offer B", paths[2]]
+    assert list(short_names([*paths, "dgx-h100"]).values()) == ["a", "b", "c", "dgx-h100"]
+    alike = str(tmp_path / "other" / "b.toml")
+    Path(alike).parent.mkdir()
+    Path(alike).write_text(Path(paths[1]).read_text("utf-8"), "utf-8")
+    assert list(short_names([paths[1], alike]).values()) == [paths[1], alike]
 
 
 # --- what divides the model -----------------------------------------------------------------------

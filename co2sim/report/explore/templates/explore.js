@@ -113,6 +113,7 @@ function answer(rows) {
     const money = best.cost === null ? "" : `, ${three(best.cost)} ${asked.currency}${range(best.cost_low, best.cost_high, three)}`;
     text += `${alone ? "takes" : key === "cost" ? "is the cheapest:" : "is the fastest:"} ${three(best.days)} days${range(best.days_low, best.days_high, three)}${money}.`;
   }
+  text += ` Memory: ${best.memory_fit}, ${three(best.memory)} GiB${memoryEnds(best, " (90 %: ", ")")} of ${three(best.capacity)}.`;
   const [low, high] = METRICS[key].ends;
   const open = scored.slice(1).filter((row) => {
     if (best[low] === null || row[low] === null) return true;
@@ -226,11 +227,12 @@ function table(rows, kept) {
   byId("kept").textContent = kept ? `Kept: ${state.kept.words}.` : "";
   byId("kept").hidden = !kept;
   const speed = `${asked.unit}s/s`;
-  const heads = ["strategy", speed, ...(kept ? [`kept: ${speed}`, "now against kept"] : []), "90 % interval", "exposed", "GiB", "micro-batch", "recompute"];
+  const spent = state.tokens === null ? [] : ["days", ...(asked.price === null ? [] : [asked.currency])];
+  const heads = ["strategy", ...spent, speed, ...(kept ? [`kept: ${speed}`, "now against kept"] : []), "90 % interval", "exposed", "GiB", "micro-batch", "recompute"];
   const counts = asked.failures || rows.some((row) => row.useful < 1);
   if (counts) heads.push("useful time");
   const energy = rows.some((row) => !row.error && row.kwh !== null);
-  if (state.tokens !== null) heads.push("days", ...(asked.price === null ? [] : [asked.currency]), ...(energy ? ["kWh"] : []));
+  if (state.tokens !== null && energy) heads.push("kWh");
   const body = document.createElement("tbody");
   const gone = (kept ?? []).filter((one) => !rows.some((row) => row.given === one.given));
   for (const row of [...rows, ...gone.map((one) => ({ ...one, error: "kept only" }))]) {
@@ -242,11 +244,11 @@ function table(rows, kept) {
     const known = before && !before.error;
     const compared = kept ? [known ? whole(before.tokens_per_s) : "-", known && !row.error ? `x ${three(row.tokens_per_s / before.tokens_per_s)}` : "-"] : [];
     const texts = row.error
-      ? [row.error === "kept only" ? "" : "cannot be simulated", ...compared, ...Array(heads.length - (kept ? 4 : 2)).fill("")]
-      : [whole(row.tokens_per_s), ...compared, row.low === null ? "-" : `${whole(row.low)} to ${whole(row.high)}`, share(row.exposed),
+      ? [...spent.map(() => ""), row.error === "kept only" ? "" : "cannot be simulated", ...compared, ...Array(heads.length - spent.length - (kept ? 4 : 2)).fill("")]
+      : [...spent.map((head) => three(head === "days" ? row.days : row.cost)), whole(row.tokens_per_s), ...compared, row.low === null ? "-" : `${whole(row.low)} to ${whole(row.high)}`, share(row.exposed),
          `${three(row.memory)}${memoryEnds(row, " (", ")")}${row.memory_fit === "fits" ? "" : `, ${row.memory_fit}`}`, `${row.micro_batch} x ${row.micro_steps}`, row.recompute,
          ...(counts ? [share(row.useful)] : []),
-         ...(state.tokens === null ? [] : [three(row.days), ...(asked.price === null ? [] : [three(row.cost)]), ...(energy ? [three(row.kwh)] : [])])];
+         ...(state.tokens !== null && energy ? [three(row.kwh)] : [])];
     line.append(...texts.map((text) => cell("td", text, true)));
     body.append(line);
   }
