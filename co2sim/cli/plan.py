@@ -1,6 +1,6 @@
 """`co2sim plan`: what to buy, or how to run what there is, as sentences and tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     who = options.engine(context, engine, scheduler, jobs)
     tried |= {"clusters": tuple(cluster), "gpus": gpus, "axes": axes}
     space = Space(strategies=tuple(strategy or STRATEGIES), **tried, **_stacks(job))
-    wanted["want"] = _want(wanted.get("want"), space)
+    wanted["want"] = _want(wanted.get("want"), space, spend_it=_budget_alone(wanted))
     wanted["tokens"] = _tokens(wanted.get("tokens"), to_loss_steps, space)
     objective = Objective(**wanted, goal=goal)
     with progress_bar("looking at candidates") as done:
@@ -135,11 +135,16 @@ def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
     return float(steps) * space.global_batch * model.tokens
 
 
-def _want(want: str | None, space: Any) -> Any:
-    """What is wanted: by default the cheapest, where prices are known."""
+def _budget_alone(wanted: Mapping[str, Any]) -> bool:
+    """Whether there is a budget, and nothing that says until when."""
+    return wanted.get("budget") is not None and wanted.get("deadline") is None
+
+
+def _want(want: str | None, space: Any, *, spend_it: bool) -> Any:
+    """What is wanted: by default the cheapest; the fastest without prices, or for a budget alone."""
     if want is None:
         loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
-        return "fastest" if loaded.price_per_gpu is None else "cheapest"
+        return "fastest" if spend_it or loaded.price_per_gpu is None else "cheapest"
     if want not in get_args(Want):
         raise OptionError(f"--want is {want!r}; it must be one of {', '.join(get_args(Want))}")
     return want

@@ -103,6 +103,7 @@ class Stack(Framework):
 
     `runs` are the strategies that it can run, with what `precisions`, `recomputes` ("full/K" stands
     for every K) and `offloads`; what is empty, of `offloads` None, is not known, and counts as all.
+    `always_divides_sequence`: GPUs that share layers divide the sequence, too.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
@@ -119,6 +120,7 @@ class Stack(Framework):
     precisions: tuple[str, ...] = ()
     recomputes: tuple[str, ...] = ()
     offloads: tuple[str, ...] | None = None
+    always_divides_sequence: bool = False
     efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
     sustained: Sustained | None = None
@@ -151,6 +153,8 @@ class Stack(Framework):
             return f"{strategy} only as {' or '.join(of_name)}"
         used = [name for name in get_args(Division) if getattr(mesh, name) not in {1, False}]
         missing = [name for name in used if not any(name in run.divides for run in fitting)]
+        if self.always_divides_sequence and mesh.tp > 1 and not (mesh.sequence_parallel or missing):
+            return f"tp={mesh.tp} only with sequence_parallel"
         return f"no {' and no '.join(missing)} with {strategy}" if missing else ""
 
     def needs(self, strategy: str) -> list[dict[str, list[str]]]:

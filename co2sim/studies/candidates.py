@@ -524,7 +524,7 @@ class Objective:
     want: Want = option(
         MISSING,
         "cheapest, fastest or least-energy; default: cheapest, or fastest where no cluster has a"
-        " price.",
+        " price, or with a budget and no deadline.",
         "plan",
     )
     deadline: Annotated[float | None, Reader(_days, "<str>")] = option(

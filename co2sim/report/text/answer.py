@@ -130,8 +130,8 @@ def of_one(
         *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
         *_warnings([entry]),
         ("batch", batch_row([r])),
-        *([("learning", verdict)] if verdict else _learning([entry], goal)),
-        ("counted", counted_row([entry], learns=bool(verdict or _learning([entry], goal)))),
+        *([("learning", verdict)] if verdict else learning_row([entry], goal)),
+        ("counted", counted_row([entry], learns=bool(verdict or learning_row([entry], goal)))),
         *shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
     ]
@@ -268,7 +268,7 @@ def batch_row(results: Sequence[Result]) -> str:
     return f"{whole}; micro-batch {first.micro_batch}{steps}, {again}{rest}"
 
 
-def _learning(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]:
+def learning_row(entries: Sequence[Simulated], goal: Goal) -> list[tuple[str, str]]:
     """How many steps local updates need for one of ddp: of each, where it has the most GPUs."""
     factors: dict[str, StepFactor | None] = {}
     for entry in sorted(entries, key=lambda entry: entry.result.gpus):
@@ -396,7 +396,7 @@ def of_several(
     best = best_of(entries)
     columns, rows = table or _table(entries, named, goal, tokens)
     results = [entry.result for entry in entries]
-    learning = [row for row in said if row[0] == "learning"] or _learning(entries, goal)
+    learning = [row for row in said if row[0] == "learning"] or learning_row(entries, goal)
     return Screen(
         answer=[*_best(entries, best, tokens), *filter(None, [where])],
         columns=columns,
