@@ -141,7 +141,7 @@ def _budget_alone(wanted: Mapping[str, Any]) -> bool:
 
 
 def _want(want: str | None, space: Any, *, spend_it: bool) -> Any:
-    """What is wanted: by default the cheapest; the fastest without prices, or for a budget alone."""
+    """What is wanted: by default the cheapest; the fastest without prices or for a budget alone."""
     if want is None:
         loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
         return "fastest" if spend_it or loaded.price_per_gpu is None else "cheapest"

@@ -29,7 +29,6 @@ from co2sim.report.text.totals import (
     at_a_glance,
     in_short,
     in_words,
-    ranged,
     trade,
 )
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
@@ -68,11 +67,11 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
         answer=[line for line in said if line],
         rows=[
             *_beside(answer, short),
-            *([("cost", bill)] if bill else []),
             ("memory", choice.result.memory_answer),
             *([("turns", short.turning(answer, turns[0]))] if turns else []),
             *(learns := learning_row([entry], answer.wanted.goal)),
             ("counted", counted_row([entry], learns=bool(learns))),
+            *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
             ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated{stacks}"),
@@ -129,13 +128,13 @@ class _Short:
 
     def spends(self, option: Candidate, choice: Candidate) -> str:
         """An option with its days and money; what it has as the choice is not said again."""
-        total = option.totals
-        ends = "" if total.days_low is None else f" ({ranged(total, 'days').partition('(')[2]}"
+        total, entry, taken = option.totals, self.simulated(option), self.simulated(choice)
         unit = "GPU-hours" if total.cost is None else total.currency
-        name = self.simulated(option).name
-        if name.partition(" of ")[2] == self.simulated(choice).name.partition(" of ")[2]:
+        name = entry.name
+        if display_name(option.case.cluster) == display_name(choice.case.cluster):
             name = counted(option.result.gpus, "GPU")
-        return f"{name}, {amount(total.days)} days{ends}, {spent(total):,.0f} {unit}"
+            name += f" with {entry.label}" if entry.label != taken.label else ""
+        return f"{name}, {amount(total.days)} days, {spent(total):,.0f} {unit}"
 
     def turning(self, answer: Recommendation, turn: BreakEven) -> str:
         """Where another option wins; prices of a GPU, bandwidths, step factors."""
@@ -172,7 +171,7 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
 def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
     """The chances to miss the limits."""
     for name, _, chance in _missed(answer, option):
-        yield f"misses the {name} with {chance:.0%}"
+        yield f"{chance:.0%} to miss the {name}"
 
 
 def _missed(answer: Recommendation, option: Candidate) -> Iterator[tuple[str, float, float]]:
