@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
@@ -16,7 +17,7 @@ from co2sim.prediction.choose import fits
 from co2sim.prediction.intervals import unshared
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
-from co2sim.prediction.step_factors import scale_of_case, step_factor
+from co2sim.prediction.step_factors import joined, scale_of_case, step_factor
 from co2sim.prediction.totals import DAY, totals_of
 from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, candidates
 from co2sim.studies.grid import display_name, strategy_title
@@ -29,8 +30,8 @@ class Recommendation:
     """The answer.
 
     `choice` is the best option that is within the limits at the bad end of its intervals, too, and
-    `gamble` a better one that is not; where none is, the choice is the best within them as
-    predicted. `runner_up` the best one on another cluster or
+    `gamble` a better one that is not; where none is, the choice is that of the `front` which keeps
+    them most probably. `runner_up` the best one on another cluster or
     with another strategy (where there is but one of each: with another number of GPUs), `rival` the
     best on another cluster than the choice's. `best` has the best of each cluster and strategy, of
     those that were searched to the end, as the first ones and those of each cluster are:
@@ -94,11 +95,10 @@ def plan(
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
     search = Search(kept, wanted, space.headroom)
-    complete, inside, gamble, best, ahead = _looked(search, wanted, engine, done)
+    complete, gamble, choice, best, ahead = _looked(search, wanted, engine, done)
     if search.impossible and not (search.options or search.large or search.failed):
         name, reason = next(iter(search.impossible.items()))
         raise OptionError(f"{name}: {reason}")
-    choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
     return Recommendation(
         wanted=wanted,
@@ -121,14 +121,14 @@ def plan(
 
 
 class _Seen(NamedTuple):
-    """What a search gave: whether it was not stopped, and whether anything is within the limits.
+    """What a search gave: whether it was not stopped, and what `plan` says.
 
-    `gamble` is the best of that, `best` has those of all groups, `front` those that none beats.
+    `best` has the best of all groups, the choice first, `front` those that none beats.
     """
 
     complete: bool
-    inside: bool
     gamble: Candidate | None
+    choice: Candidate | None
     best: list[Candidate]
     front: list[Candidate]
 
@@ -139,7 +139,7 @@ def _looked(search: "Search", wanted: Objective, engine: Engine, done: Done | No
     Of what is shown all is simulated in the end.
     """
     complete = search.run(engine, done)
-    inside, gamble = bool(search.options), None
+    inside, gamble, safest = bool(search.options), None, None
     if not inside and complete and wanted.limited:
         search.lift_limits()
         complete = search.run(engine, done)
@@ -149,7 +149,13 @@ def _looked(search: "Search", wanted: Objective, engine: Engine, done: Done | No
         complete = search.run(engine, done)
         if not search.options:
             search.look_for(surely=False)
+            safest = max(
+                front(option for _, option in search.options),
+                key=lambda option: chance_to_keep(option, wanted),
+            )
     best, ahead = search.best(), list(front(option for _, option in search.options))
+    if safest:
+        best = [safest, *(option for option in best if _apart(safest, option))]
     if complete and not search.needs_power:
         in_full = _in_full([*best, *ahead, *([gamble] if gamble else [])], wanted, engine)
         try:
@@ -157,7 +163,7 @@ def _looked(search: "Search", wanted: Objective, engine: Engine, done: Done | No
             gamble = next(in_full, None)
         except KeyboardInterrupt:
             complete = False
-    return _Seen(complete, inside, gamble, best, ahead)
+    return _Seen(complete, gamble, best[0] if best and inside else None, best, ahead)
 
 
 def _in_full(
@@ -174,6 +180,54 @@ def _in_full(
         totals = totals_of(option.case, result, wanted.tokens, wanted.goal)
         assert totals
         yield replace(option, result=result, totals=totals)
+
+
+def _apart(choice: Candidate, other: Candidate) -> bool:
+    """Whether it is on another cluster, or by another strategy, whatever its options."""
+    names = (one.result.strategy.partition("(")[0] for one in (choice, other))
+    return _elsewhere(choice, other) or len(set(names)) > 1
+
+
+def chance_to_keep(option: Candidate, wanted: Objective) -> float:
+    """How probable it is that the limits are kept; of one without an interval that is not known."""
+    chances = (chance for _, _, _, chance in limits_of(option, wanted))
+    return math.prod(1 - (_EVEN if chance is None else chance) for chance in chances)
+
+
+_EVEN = 0.5
+"""The chance of what is not known."""
+
+
+def limits_of(
+    option: Candidate, wanted: Objective
+) -> Iterator[tuple[str, float, float | None, float | None]]:
+    """Limits: what, how much at most, how much at the bad end, and the chance to miss it.
+
+    The last two are None where there is no interval.
+    """
+    total = option.totals
+    for name, most, value, least, worst in (
+        ("deadline", wanted.deadline, total.days, total.days_low, total.days_high),
+        ("budget", wanted.budget, total.cost, total.cost_low, total.cost_high),
+    ):
+        if most is None or value is None:
+            continue
+        chance = None
+        if least is not None and worst is not None:
+            chance = chance_to_miss(value, (least, worst), most)
+        yield name, most, worst, chance
+
+
+def chance_to_miss(value: float, ends: tuple[float, float], most: float) -> float:
+    """How probable it is to be above: of a lognormal with this middle, each half with its end.
+
+    `ends` are those of a 90 % interval.
+    """
+    end = ends[1] if most > value else ends[0]
+    sigma = abs(math.log(end / value)) / NormalDist().inv_cdf(0.95)
+    if not sigma:
+        return float(most < value)
+    return 1 - NormalDist(math.log(value), sigma).cdf(math.log(most))
 
 
 def _elsewhere(choice: Candidate, other: Candidate) -> bool:
@@ -554,10 +608,10 @@ def _steps(setup: Setup, wanted: Objective) -> float:
 
 
 def _bad_end(setup: Setup, wanted: Objective) -> float:
-    """How many times as many steps it may take at the bad end of the step factor's range."""
+    """How many times as long it takes at least at the bad end: by step factor and project."""
     case = setup.case
     factor = step_factor(strategy_title(case.strategy), scale_of_case(case), wanted.goal)
-    return factor.ends[1] if factor else 1.0
+    return joined(wanted.goal.project.ends[1], factor.ends[1] if factor else 1.0) or 1.0
 
 
 def _grouping(cases: Sequence[Question]) -> Callable[[Question], object]:

@@ -1,9 +1,7 @@
 """What `co2sim plan` says: sentences, commands and plain values."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Any
 
 from co2sim.common.units import counted, scaled
@@ -33,7 +31,7 @@ from co2sim.report.text.totals import (
 )
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name, short_names
-from co2sim.studies.plan import Recommendation, overlap
+from co2sim.studies.plan import Recommendation, limits_of, overlap
 from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
 
 _KEEPS = "It keeps"
@@ -169,20 +167,10 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
 
 
 def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
-    """The chances to miss the limits."""
-    for name, _, chance in _missed(answer, option):
-        yield f"{chance:.0%} to miss the {name}"
-
-
-def _missed(answer: Recommendation, option: Candidate) -> Iterator[tuple[str, float, float]]:
-    """Limits that may be missed: what, the bad end, and the chance."""
-    wanted, total = answer.wanted, option.totals
-    for name, most, least, worst in (
-        ("deadline", wanted.deadline, total.days_low, total.days_high),
-        ("budget", wanted.budget, total.cost_low, total.cost_high),
-    ):
-        if most is not None and least is not None and worst is not None and worst > most:
-            yield name, worst, chance_to_miss(least, worst, most) if least < worst else 1.0
+    """The chances to miss the limits that may be missed."""
+    for name, most, worst, chance in limits_of(option, answer.wanted):
+        if worst is not None and worst > most:
+            yield f"{chance:.0%} to miss the {name}"
 
 
 def words(
@@ -320,22 +308,15 @@ def traded(answer: Recommendation, *, brief: bool = False) -> list[str]:
 
 def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
-    wanted, total = answer.wanted, choice.totals
-    for name, most, least, worst, unit in (
-        ("deadline", wanted.deadline, total.days_low, total.days_high, "days"),
-        ("budget", wanted.budget, total.cost_low, total.cost_high, total.currency),
-    ):
-        if most is None:
-            continue
+    for name, most, worst, chance in limits_of(choice, answer.wanted):
+        unit = "days" if name == "deadline" else choice.totals.currency
         shown = f"the {name} of {amount(most)} {unit}"
         if worst is None:
             yield f"How sure {shown} is, is not known: there is no interval."
         elif worst <= most:
             yield f"{_KEEPS} {shown} at the bad end of its interval, too."
         else:
-            bad = f"{amount(worst)} {unit}"
-            if least is not None and least < worst:
-                bad += f", and the chance to miss it is {chance_to_miss(least, worst, most):.0%}"
+            bad = f"{amount(worst)} {unit}, and the chance to miss it is {chance:.0%}"
             yield f"It may miss {shown}: the bad end of its interval is {bad}."
 
 
@@ -354,13 +335,6 @@ def _saved(answer: Recommendation) -> str:
     assert answer.choice is not None
     saved = 1 - option.score(want) / answer.choice.score(want)
     return f"{saved:.1%} {_AHEAD[want]}" if saved > 0 else "no better"
-
-
-def chance_to_miss(low: float, high: float, most: float) -> float:
-    """How probable it is to be above: of a lognormal with this 90 % interval."""
-    ends = math.log(low), math.log(high)
-    sigma = (ends[1] - ends[0]) / (2 * NormalDist().inv_cdf(0.95))
-    return 1 - NormalDist(sum(ends) / 2, sigma).cdf(math.log(most))
 
 
 def _against(answer: Recommendation) -> Iterator[str]:
