@@ -296,7 +296,7 @@ def _resale(answer: _Answer) -> str:
     """How much rests on what is sold at the end, and with how much of it renting wins."""
     found = answer.found
     sold = -found.parts["sold at the end"]
-    text = f"resale: {_share(found.kept)} is sold at the end, {_million(sold)}"
+    text = f"resale: for {_share(found.kept)} of what was paid at the end, {_million(sold)}"
     even = found.kept_to_win
     if even is None:
         return text

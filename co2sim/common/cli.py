@@ -23,6 +23,9 @@ _CONTROL_C = 130
 """The exit code of a shell for a process that it ended."""
 
 
+_STRATEGY = ", such as -s fsdp; `co2sim plan` tries all"
+
+
 class _Command(TyperCommand):
     """A command that refuses an option that takes one value and is given several.
 
@@ -43,6 +46,7 @@ class _Command(TyperCommand):
         if missing and not any(option.is_eager for option in order):  # such as --help
             raise OptionError(
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+                + (_STRATEGY if "--strategy" in missing else "")
             )
         return super().parse_args(ctx, args)
 

@@ -192,13 +192,18 @@ def beside(case: Question, totals: "Totals") -> Beside | None:
     return Beside(training=whole, factor=factor, same_model=size < _SAME, same_gpu=same_gpu)
 
 
-def whole_words(case: Question, totals: "Totals | None") -> str:
-    """What stands in the row `whole` of a first screen; "" where there is nothing to say."""
+def whole_words(case: Question, totals: "Totals | None", *, short: bool = False) -> str:
+    """What stands in the row `whole` of a first screen; "" where there is nothing to say.
+
+    `short`: without what others took.
+    """
     found = None if totals is None else beside(case, totals)
     if found is None or totals is None:
         return ""
     if totals.project != 1:
         return f"{found.words}; days and cost are {totals.project:.3g} times one training's"
+    if short:
+        return found.words
     factors = published_factors()
     usual = f"of {len(factors)} the median took {median(factors):.1f} times its prediction"
     return f"{found.words}; {usual} (--project {PUBLISHED})"

@@ -495,7 +495,10 @@ def _days(name: str, text: str) -> float:
     try:
         last = date.fromisoformat(text.strip())
     except ValueError:
-        return seconds(name, text) / DAY
+        try:
+            return seconds(name, text) / DAY
+        except OptionError as error:
+            raise OptionError(f"{error}; or a date, such as 2027-03-01") from None
     days = (last - datetime.now(UTC).date()).days
     if days < 1:
         raise OptionError(f"{name} is {text}, and must be after today")

@@ -231,10 +231,12 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
         return "; ".join([*said, "--tokens 1T gives days"])
     if total is None:
         return "not known, as the worth of its steps is not"
-    spent = [f"{total.gpu_hours:,.0f} GPU-hours{f' at {price}' if total.cost is not None else ''}"]
     offer = best.case.load()[0]
+    spent = [f"{total.gpu_hours:,.0f} GPU-hours"]
     if total.cost is not None and offer.value.contract is not None:
         spent.append(f"billed {billed(total, offer)}")
+    elif total.cost is not None:
+        spent[0] += f" at {price}"
     for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
@@ -327,7 +329,7 @@ def shared_rows(
     """
     like_it = _like_it(best.case, best.result)
     near = [("like it" if text is like_it[0] else "", text) for text in like_it]
-    whole = whole_words(best.case, best.totals)
+    whole = whole_words(best.case, best.totals, short=True)
     lacks = [("what-if", f"{stack} has {what}") for stack, what in _lacking(entries)]
     if said and _lacking(entries) == _lacking([best]):
         lacks = []

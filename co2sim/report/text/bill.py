@@ -20,9 +20,10 @@ def billed(totals: Totals, offer: Entry[Cluster], deadline: float | None = None)
     if bill is None:
         return ""
     gpus = round(totals.gpu_hours / totals.days / _HOURS)
+    price = f"{bill.price_per_hour:,.2f} {currency}/h"
     if offer.value.contract is not None:
-        return f"{_hours(bill)}, a contract{_parts(bill, str(currency))}"
-    text = f"{_hours(bill)} by the hour"
+        return f"{_hours(bill)}, a contract at {price}{_parts(bill, str(currency))}"
+    text = f"{_hours(bill)} by the hour, at {price}"
     whole = offer.value.layout.world_size
     if gpus >= whole or any(fact.path == "nodes" for fact in offer.assumed):
         return text
@@ -41,7 +42,7 @@ def _parts(bill: Bill, currency: str) -> str:
     """What a contract is made of, where that is more than its plain price."""
     parts = []
     if bill.committed:
-        parts.append(f"{bill.price_per_hour:.2f} {currency}/h as {bill.committed} are committed")
+        parts.append(f"as {bill.committed} are committed")
     parts += [
         f"{name} {amount:,.0f} {currency}"
         for name, amount in (("storage", bill.storage), ("egress", bill.egress))

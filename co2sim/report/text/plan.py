@@ -1,7 +1,7 @@
 """What `co2sim plan` says: sentences, commands and plain values."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from co2sim.common.units import counted, scaled
@@ -56,15 +56,16 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     said = [
         f"{stopped} {entry.name}{divided}: {what} in {glance}.",
         " ".join(filter(None, [*limits(answer, choice), beyond([entry]).strip()])),
-        setup([place(choice.result)], [choice.result]),
     ]
     named = {short.labels[option.result.strategy]: option.result.strategy for option in options}
     bill = billed(choice.totals, choice.case.load()[0], answer.wanted.deadline)
-    stacks = "" if space.stacks else "; one stack: --stack torchtitan,megatron-core tries two"
+    place_ = setup([place(choice.result)], [choice.result])
+    said.append(place_ if space.stacks else f"{place_}{_ONE_STACK}")
     return Screen(
         answer=[line for line in said if line],
         rows=[
             *_beside(answer, short),
+            *_prices(space, short),
             ("memory", choice.result.memory_answer),
             *([("turns", short.turning(answer, turns[0]))] if turns else []),
             *(learns := learning_row([entry], answer.wanted.goal)),
@@ -72,10 +73,13 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
-            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated{stacks}"),
+            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated"),
             *(("names", line.strip("()")) for line in legend(named)),
         ],
     )
+
+
+_ONE_STACK = " (--stack tries others)"
 
 
 def _without(space: Space, answer: Recommendation) -> Screen:
@@ -147,6 +151,25 @@ class _Short:
         return said
 
 
+def _prices(space: Space, short: _Short) -> list[tuple[str, str]]:
+    """The prices of offers that have none of their own: of whom, and of when."""
+    offers = {key: replace(space.job, cluster=key) for key in space.clusters}
+    loaded = {key: case.load()[0] for key, case in offers.items()}
+    assumed = {
+        key: fact
+        for key, entry in loaded.items()
+        for fact in entry.assumed
+        if fact.path == "price_per_gpu"
+    }
+    if len(offers) == 1 or not assumed:
+        return []
+    said = (
+        f"{short.offers[display_name(key)]} {fact.value} ({fact.source.partition(':')[0]})"
+        for key, fact in assumed.items()
+    )
+    return [("prices", f"assumed: {', '.join(said)}")]
+
+
 def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
     """What else could be taken: a gamble, the next ones, and more speed for a little more money."""
     choice, wanted = answer.choice, answer.wanted
@@ -157,13 +180,16 @@ def _beside(answer: Recommendation, short: _Short) -> Iterator[tuple[str, str]]:
     undecided = "; undecided" if answer.undecided else ""
     if answer.runner_up:
         margin = _margin(answer, answer.runner_up)
-        yield "next", f"{margin}: {short.spends(answer.runner_up, choice)}{undecided}"
+        said = [f"{short.spends(answer.runner_up, choice)}{undecided}"]
+        yield "next", f"{margin}: {'; '.join([*said, *odds(answer, answer.runner_up)])}"
     if answer.rival and answer.rival is not answer.runner_up:
-        yield "other", f"{_margin(answer, answer.rival)}: {short.spends(answer.rival, choice)}"
+        said = [short.spends(answer.rival, choice), *odds(answer, answer.rival)]
+        yield "other", f"{_margin(answer, answer.rival)}: {'; '.join(said)}"
     best = best_trade(answer)
-    if best and wanted.want == "cheapest":
+    if best and best is not answer.rival and wanted.want == "cheapest":
         more = f"for {best.spent / choice.spent - 1:.1%} more money"
-        yield "sooner", f"{short.spends(best, choice)}, {more}"
+        said = [f"{short.spends(best, choice)}, {more}", *odds(answer, best)]
+        yield "sooner", "; ".join(said)
 
 
 def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
@@ -253,6 +279,8 @@ def _margin(answer: Recommendation, other: Candidate) -> str:
     """How far it is behind the choice."""
     assert answer.choice is not None
     margin = other.score(answer.wanted.want) / answer.choice.score(answer.wanted.want) - 1
+    if margin < 0:
+        return f"{-margin:.1%} {_AHEAD[answer.wanted.want]}"
     much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
     return f"{much} {_BEHIND[answer.wanted.want][1]}"
 
