@@ -160,9 +160,18 @@ def amount(name: str, text: str) -> float:
     return factor * parsed
 
 
-def money(name: str, text: str) -> float:
+class Money(float):
+    """An amount of money; `currency` is empty where none was said."""
+
+    currency: str = ""
+
+
+def money(name: str, text: str) -> Money:
     """The same of an amount of money, that may have `$` before it or a currency behind it."""
-    return amount(name, _CURRENCY.sub("", text.strip()) or text)
+    said = _CURRENCY.search(text.strip())
+    value = Money(amount(name, _CURRENCY.sub("", text.strip()) or text))
+    value.currency = (said[1] or "USD") if said else ""
+    return value
 
 
 _CURRENCY = re.compile(r"^\$\s*|\s*(USD|EUR)$")

@@ -8,6 +8,7 @@ from itertools import islice
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
+from co2sim.common.convert import Money
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.models.framework import Recompute
@@ -267,6 +268,9 @@ def _check_prices(space: Space, wanted: Objective) -> None:
         raise OptionError(
             f"prices are in {' and '.join(sorted(currencies))}; give them in one currency"
         )
+    said = wanted.budget.currency if isinstance(wanted.budget, Money) else ""
+    if said and currencies and said not in currencies:
+        raise OptionError(f"the budget is in {said}, and prices are in {currencies.pop()}")
     if currencies and unpriced:
         raise OptionError(
             f"{unpriced[0]!r} has no price_per_gpu, and others have; give all or none"

@@ -152,7 +152,7 @@ class _Short:
 
 
 def _prices(space: Space, short: _Short) -> list[tuple[str, str]]:
-    """The prices of offers that have none of their own: of whom, and of when."""
+    """Published prices of offers that name none: of whom, and of when."""
     offers = {key: replace(space.job, cluster=key) for key in space.clusters}
     loaded = {key: case.load()[0] for key, case in offers.items()}
     assumed = {
