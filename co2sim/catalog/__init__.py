@@ -145,7 +145,8 @@ def load_cluster(
     """
     changes = overrides or {}
     named = (reference, *(changes[name] for name in _KIND_OF if name in changes))
-    return _loaded(_cluster, reference, changes, any(is_file(str(name)) for name in named))
+    in_file = not isinstance(reference, Contents) and any(is_file(str(name)) for name in named)
+    return _loaded(_cluster, reference, changes, in_file)
 
 
 def _loaded(

@@ -453,10 +453,7 @@ class StepBound:
         """Of a number of micro-steps: all in the midst add as much."""
         if steps < _ALL_KINDS:
             return self._added_of(steps)
-        two = self._added_of(2)
-        if two == self._added_of(1):
-            return two
-        return two.more(self._added_of(_ALL_KINDS), steps - 2)
+        return self._added_of(2).more(self._added_of(_ALL_KINDS), steps - 2)
 
     def _added_of(self, steps: int) -> _Added:
         if steps not in self._adds:

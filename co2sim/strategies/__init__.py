@@ -95,6 +95,7 @@ def is_built_in(strategy: Strategy) -> bool:
     return type(strategy) in STRATEGIES.values()
 
 
+@lru_cache(maxsize=1024)
 def parse(text: str) -> Strategy:
     """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
 
