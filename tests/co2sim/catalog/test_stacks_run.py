@@ -54,16 +54,17 @@ def test_a_stack_says_where_that_is_from(name: str) -> None:
 
 
 def test_torchtitan_has_fsdp_and_no_zero() -> None:
-    """DDP alone, FSDP2 in fp32 on every mesh, and local updates around FSDP2 without stages."""
+    """DDP alone, FSDP2 in fp32 on meshes that divide the sequence, too, and local updates in it."""
     line = Mesh(pp=2)
     for strategy, mesh in (
         ("fsdp", Mesh(tp=8, sequence_parallel=True, pp=4)),
         ("fsdp:shard=node", Mesh()),
-        ("co2:worker=node,inner=fsdp", Mesh(tp=2)),
+        ("co2:worker=node,inner=fsdp", Mesh(tp=2, sequence_parallel=True)),
     ):
         assert not lacks(TITAN, strategy, mesh)
     for strategy, mesh in (
         ("ddp", Mesh(tp=2)),
+        ("fsdp", Mesh(tp=2)),
         ("zero1", Mesh()),
         ("fsdp:reduce=bf16", Mesh()),
         ("co2:worker=node", Mesh()),

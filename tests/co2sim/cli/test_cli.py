@@ -216,9 +216,9 @@ def test_tokens_are_given_as_people_write_them(cli: Command, text: str) -> None:
 
 
 QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]]] = {
-    "run --tokens 1e10": (
+    "run --tokens 1e12": (
         lambda found: found,
-        lambda found: f"{1e10 / found['tokens_per_s'] / 86400:.3g} days",
+        lambda found: f"{1e12 / found['tokens_per_s'] / 86400:.3g} days",
     ),
     "own": (
         lambda found: found["trained"],

@@ -71,8 +71,8 @@ def test_the_heading_has_days_and_money_and_the_first_screen_every_line(text: st
     best = study.best.totals
     fitting = [one.totals for one in study.all if one.totals and one.result.fits_in_memory]
     assert best == min(fitting, key=lambda one: one.days * (one.cost or 0))
-    ends = (best.days, best.days_low, best.days_high)
-    assert all(f"{days:.3g}" in heading(text) for days in ends)
+    minutes = (1440 * days for days in (best.days, best.days_low, best.days_high))
+    assert all(f"{each:.3g}" in heading(text) for each in minutes)
     assert heading(text) in unescape(text.partition("<title>")[2]).replace("\xa0", " ")
     shown = first_screen(text)
     assert all(name in shown for name in (study.best.result.model, "1B tokens"))
