@@ -27,7 +27,7 @@ _REACH = 10.0
 """How far bandwidths are searched: from a tenth to ten times what is there."""
 _OFTEN = 100.0
 """The same of how often parts fail."""
-_NEAR = 2e-2
+_NEAR = 5e-2
 """How exactly they are found."""
 
 
