@@ -504,7 +504,15 @@ class Cluster:
         price = self.price_per_gpu if price is None else price
         if price is None:
             return None
-        return bill(price, self.contract, self.layout.world_size, seconds)
+        return bill(price * self.spot, self.contract, self.layout.world_size, seconds)
+
+    @property
+    def spot(self) -> float:
+        """The price of nodes that may be taken away, over that of nodes that stay: 1 for these."""
+        failures = self.failures
+        if failures is None or failures.preemption is None or self.contract is not None:
+            return 1.0
+        return failures.spot_price or 1.0
 
     def resized(self, gpus: int) -> "Cluster":
         """The same kind of cluster with `gpus` GPUs: full nodes, or part of a single one.

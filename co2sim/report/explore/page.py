@@ -81,6 +81,7 @@ def asked(question: Exploration, controls: Sequence[Control]) -> dict[str, Any]:
         "price_high": high,
         "currency": cluster.currency,
         "bill": _bill(cluster),
+        "spot": cluster.spot,
         "failures": cluster.failures is not None,
         "week": WEEK,
         "project": [question.goal.project.factor, *question.goal.project.ends],

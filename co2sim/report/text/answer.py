@@ -236,7 +236,8 @@ def _cost(entries: Sequence[Simulated], best: Simulated, tokens: float | None, g
     if total.cost is not None and offer.value.contract is not None:
         spent.append(f"billed {billed(total, offer)}")
     elif total.cost is not None:
-        spent[0] += f" at {price}"
+        spot = offer.value.spot
+        spent[0] += f" at {price}" + (f", as spot {spot:.0%} of that" if spot != 1 else "")
     for name, thousands in (("energy_kwh", "MWh"), ("co2e_kg", "t CO2e")):
         if (value := getattr(total, name)) is not None:
             spent.append(f"{totals.amount(value / 1000)} {thousands}")
@@ -334,7 +335,7 @@ def shared_rows(
     if said and _lacking(entries) == _lacking([best]):
         lacks = []
     turns = [("turns", note) for note in best.result.notes if note.startswith(notes.ONE_SITE)]
-    return [*lacks, *turns, *near, *([("whole", whole)] if whole else [])]
+    return [*lacks, *turns, *([("whole", whole)] if whole else []), *near]
 
 
 def _lacking(entries: Sequence[Simulated]) -> list[tuple[str, str]]:

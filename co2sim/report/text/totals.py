@@ -368,7 +368,7 @@ def short(tokens: float) -> str:
 def _between(totals: Totals, name: str, unit: float = 1) -> str:
     """The interval of an amount in a sentence; nothing where an end is not known."""
     low, high = getattr(totals, f"{name}_low"), getattr(totals, f"{name}_high")
-    if low is None or high is None:
+    if low is None or high is None or low == high:  # as what a contract bills at least
         return ""
     return f" (90 %: {amount(low / unit)} to {amount(high / unit)})"
 

@@ -8,7 +8,7 @@ const NOTHING = 1e-6; // a useful time below which nothing gets done, as in co2s
 const options = { renderer: "svg", ast: true, actions: false };
 const source = content.server ? serverSource(content.server) : gridSource(content.grid);
 
-let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, bill, gpus, failures, week, project, tokens }
+let asked = null; // { controls, strategies, unit, price, price_low, price_high, currency, bill, spot, gpus, failures, week, project, tokens }
 let state = null; // { positions, hidden, tokens, x, y, kept }
 
 // ---- what follows from figures by arithmetic
@@ -54,7 +54,7 @@ function derived(figures, positions, about) {
   const slow = known ? days(found.low, failing ? Math.max(1 - figures.lost_most, least) : 1) : null;
   found.days_low = joined(found.days, joined(found.days, fast, figures.factor_low), shortest);
   found.days_high = joined(found.days, joined(found.days, slow, figures.factor_high), longest);
-  const cost = (time, rate) => (time === null || price === null ? null : billed(about.bill, gpus, time * DAY, rate));
+  const cost = (time, rate) => (time === null || price === null ? null : billed(about.bill, gpus, time * DAY, rate * about.spot));
   const given = positions[place("price_per_gpu", about)] === about.controls[place("price_per_gpu", about)]?.at;
   const [cheap, dear] = given ? [about.price_low, about.price_high] : [null, null];
   found.cost = cost(found.days, price);
