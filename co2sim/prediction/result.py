@@ -229,7 +229,7 @@ class Result(Mesh):
         text = f"{scaled(needed, 'B')} of {scaled(self.gpu_memory_bytes, 'B')}{self._memory_ends()}"
         high = self.memory_bytes_high
         risky = self.fits_in_memory and high is not None and high > self.gpu_memory_bytes
-        doubt = "; not at the bad end: test it on one node first" if risky else ""
+        doubt = "; not at the bad end: test first" if risky else ""
         return f"{self.memory_word}, {text}{doubt}"
 
     def _memory_ends(self) -> str:

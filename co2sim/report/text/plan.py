@@ -59,6 +59,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     ]
     named = {short.labels[option.result.strategy]: option.result.strategy for option in options}
     bill = billed(choice.totals, choice.case.load()[0], answer.wanted.deadline)
+    learns = learning_row([entry], answer.wanted.goal)
     place_ = setup([place(choice.result)], [choice.result])
     said.append(place_ if space.stacks else f"{place_}{_ONE_STACK}")
     return Screen(
@@ -68,8 +69,8 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *_prices(space, short),
             ("memory", choice.result.memory_answer),
             *([("turns", short.turning(answer, turns[0]))] if turns else []),
-            *(learns := learning_row([entry], answer.wanted.goal)),
             ("counted", counted_row([entry], learns=bool(learns))),
+            *learns,
             *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
@@ -79,7 +80,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     )
 
 
-_ONE_STACK = " (--stack tries others)"
+_ONE_STACK = "; others: --stack"
 
 
 def _without(space: Space, answer: Recommendation) -> Screen:
