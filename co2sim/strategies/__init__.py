@@ -95,7 +95,6 @@ def is_built_in(strategy: Strategy) -> bool:
     return type(strategy) in STRATEGIES.values()
 
 
-@lru_cache(maxsize=1024)
 def parse(text: str) -> Strategy:
     """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
 
@@ -111,6 +110,12 @@ def parse(text: str) -> Strategy:
         ours = _STRATEGIES_ELSEWHERE.get(name.lower())
         meant = f"write {ours}" if ours else nearest(name, STRATEGIES)
         raise OptionError(f"unknown strategy {name!r}; {meant}")
+    return _read(text, name, options, STRATEGIES[name])
+
+
+@lru_cache(maxsize=1024)
+def _read(text: str, name: str, options: str, kind: type[Strategy]) -> Strategy:
+    """A strategy of a kind with its options, which a plan reads thousands of times."""
     if "(" in text:
         if not options.endswith(")"):
             raise OptionError(f"{text!r}: the parenthesis is not closed")
@@ -118,7 +123,7 @@ def parse(text: str) -> Strategy:
     pairs = [_pair(item, name) for item in options.split(",") if item.strip()]
     if len(dict(pairs)) < len(pairs):
         raise OptionError(f"{text!r} gives an option twice")
-    return with_options(STRATEGIES[name](), dict(pairs))
+    return with_options(kind(), dict(pairs))
 
 
 def _family(name: str) -> str:
