@@ -110,7 +110,7 @@ def parse(text: str) -> Strategy:
         ours = _STRATEGIES_ELSEWHERE.get(name.lower())
         meant = f"write {ours}" if ours else nearest(name, STRATEGIES)
         raise OptionError(f"unknown strategy {name!r}; {meant}")
-    return _read(text, name, options, STRATEGIES[name])
+    return _read(text, name, options, STRATEGIES[name])  # type: ignore[arg-type] # it can be hashed
 
 
 @lru_cache(maxsize=1024)
