@@ -53,6 +53,8 @@ Local updates have the τ and the delay whose steps were measured (`step_factors
 
 _MAX = 200_000
 """Candidates of one plan: a minute before the first is simulated."""
+_MANY = 16_000
+"""Candidates up to which every number of nodes is tried, where none is named."""
 
 
 MAX_STAGES = 32
@@ -338,10 +340,14 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What is to be looked at, and what is impossible, and why. `cases` are all of the setups."""
+    """What is to be looked at, and what is impossible, and why. `cases` are all of the setups.
+
+    `doubled`: of numbers of nodes only doubled ones, as all are too many.
+    """
 
     setups: tuple[Setup, ...]
     impossible: dict[str, str]
+    doubled: bool = False
 
     def cases(self, headroom: float) -> Iterator[Question]:
         """Those that leave the headroom."""
@@ -359,27 +365,36 @@ def candidates(space: Space) -> Candidates:
     """
     setups: list[Setup] = []
     impossible: dict[str, str] = {}
-    count = 0
     for part in space.by_stack:
         check(part)
+    named: list[tuple[_Setups, int]] = []
+    between: list[tuple[_Setups, int]] = []
     for part, cluster in product(space.by_stack, space.clusters):
         of_cluster, case = _Setups(part, cluster), replace(part.job, cluster=cluster)
-        named = grid.gpu_counts(case, part.gpus)
-        for gpus in grid.all_counts(case) if part.gpus is None else named:
-            left_out = impossible if gpus in named else {}
-            for setup in of_cluster.of_size(gpus, left_out):
-                setup.between = gpus not in named
-                setups.append(setup)
-                count += len(setup.micro_batches) * len(setup.recomputes)
-                if count > _MAX:
-                    raise OptionError(
-                        f"these are more than {_MAX:,} candidates; give fewer GPU counts,"
-                        " strategies, micro-batches, or numbers of --tp, --cp, --ep and --pp"
-                    )
+        sizes = grid.gpu_counts(case, part.gpus)
+        named += [(of_cluster, gpus) for gpus in sizes]
+        every = grid.all_counts(case) if part.gpus is None else ()
+        between += [(of_cluster, gpus) for gpus in every if gpus not in sizes]
+    count = 0
+    for of_cluster, gpus in named:
+        for setup in of_cluster.of_size(gpus, impossible):
+            setups.append(setup)
+            count += len(setup.micro_batches) * len(setup.recomputes)
+            if count > _MAX:
+                raise OptionError(
+                    f"these are more than {_MAX:,} candidates; give fewer GPU counts,"
+                    " strategies, micro-batches, or numbers of --tp, --cp, --ep and --pp"
+                )
+    few = count * (1 + len(between) / len(named)) <= _MANY if named else False
+    for of_cluster, gpus in between if few else ():
+        for setup in of_cluster.of_size(gpus, {}):
+            setup.between = True
+            setups.append(setup)
     if not setups:
         name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
         raise OptionError(f"{name}: {reason}" if name else reason)
-    return Candidates(setups=tuple(setups), impossible=impossible)
+    doubled = bool(between) and not few
+    return Candidates(setups=tuple(setups), impossible=impossible, doubled=doubled)
 
 
 def check(space: Space) -> None:

@@ -43,6 +43,7 @@ class Recommendation:
 
     `simulated` of `candidates` cases were simulated. `large` do not fit in memory, among those that
     might have won. Others cannot win: their steps take too long by a bound (`prediction.bounds`).
+    `doubled`: only doubled numbers of nodes were tried, as all are too many.
     `failed` and `impossible` say what else was left out, and `unknown` names strategies whose steps
     were not measured.
     """
@@ -59,6 +60,7 @@ class Recommendation:
     simulated: int
     large: int
     unsearched: int
+    doubled: bool
     failed: tuple[str, ...]
     impossible: dict[str, str]
     unknown: tuple[str, ...]
@@ -114,6 +116,7 @@ def plan(
         simulated=search.simulated,
         large=search.large,
         unsearched=search.groups - len(best),
+        doubled=tried.doubled,
         failed=tuple(dict.fromkeys(search.failed)),
         impossible=tried.impossible | search.impossible,
         unknown=unknown,

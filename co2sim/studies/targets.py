@@ -482,7 +482,7 @@ def _declared(case: Question, path: str) -> Axis:
     """The axis with its default range."""
     cluster = case.load()[0].value
     if path == "gpus":
-        full = cluster.gpus_per_node * cluster.sites
+        full = math.lcm(cluster.gpus_per_node * cluster.sites, case.together, case.pp * case.ep)
         return Axis(path, "", full, max(_COUNTS[path] // full, 2) * full, full)
     if path in _COUNTS:
         return Axis(path, "", 1, _COUNTS[path], 1)

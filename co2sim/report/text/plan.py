@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from co2sim.common.units import counted, scaled
+from co2sim.prediction.notes import lacking
 from co2sim.prediction.totals import Totals, knee, spent
 from co2sim.report.text.answer import (
     Simulated,
@@ -55,7 +56,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
     divided = f", {words_}" if (words_ := choice.case.mesh_words()) else ""
     said = [
         f"{stopped} {entry.name}{divided}: {what} in {glance}.",
-        " ".join(filter(None, [*limits(answer, choice), beyond([entry]).strip()])),
+        " ".join(filter(None, [*_lacks(choice), *limits(answer, choice), beyond([entry]).strip()])),
     ]
     named = {short.labels[option.result.strategy]: option.result.strategy for option in options}
     bill = billed(choice.totals, choice.case.load()[0], answer.wanted.deadline)
@@ -74,13 +75,30 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
-            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated"),
+            (
+                "tried",
+                f"{answer.candidates:,} ways, {answer.simulated:,} simulated{_sizes(answer)}",
+            ),
             *(("names", line.strip("()")) for line in legend(named)),
         ],
     )
 
 
-_ONE_STACK = "; others: --stack"
+def _lacks(choice: Candidate) -> list[str]:
+    """What the stack has not of what is taken, where strategies were named."""
+    return [f"What-if: {text}." for text in lacking([choice.result.notes])]
+
+
+def _tried(answer: Recommendation) -> str:
+    return f"{answer.candidates:,} ways, {answer.simulated:,} simulated"
+
+
+def _sizes(answer: Recommendation) -> str:
+    """Which numbers of nodes were not tried."""
+    return "; of nodes only doubled numbers: -g names others" if answer.doubled else ""
+
+
+_ONE_STACK = "; others: --stack NAME"
 
 
 def _without(space: Space, answer: Recommendation) -> Screen:
@@ -103,7 +121,7 @@ def _without(space: Space, answer: Recommendation) -> Screen:
                 for head, entry in entries.items()
             ),
             ("counted", counted_row([*entries.values()], learns=False)),
-            ("tried", f"{answer.candidates:,} ways, {answer.simulated:,} simulated"),
+            ("tried", _tried(answer)),
             *(("names", line.strip("()")) for line in legend({v: k for k, v in titles.items()})),
         ],
     )
@@ -408,7 +426,8 @@ def _over(answer: Recommendation) -> str:
 def looked(space: Space, answer: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
-        f"{answer.candidates:,} candidates: {answer.simulated:,} were simulated, {answer.large:,}"
+        f"{answer.candidates:,} candidates{_sizes(answer)}: {answer.simulated:,} were simulated,"
+        f" {answer.large:,}"
         f" do not leave {space.headroom:.0%} of the memory free, the others"
         f" {'were not looked at' if answer.interrupted else 'are slower or dearer by a bound'}"
     )

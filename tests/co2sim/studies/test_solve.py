@@ -371,3 +371,13 @@ def test_a_goodput_is_solved_for_and_inverted() -> None:
     cluster, model = there.load()
     found = goodput_of(driver.run(there), cluster.value, model.value)
     assert found.useful == pytest.approx(0.9, rel=1e-3)
+
+
+def test_gpus_of_a_pipeline_fill_its_stages() -> None:
+    """Only whole nodes are looked at that GPUs which train on the same samples fill."""
+    case = Question(
+        cluster="dgx-h100", model="gpt2-xl", strategy="zero1", tp=8, pp=3, global_batch=480
+    )
+    axis = axis_of(case, "gpus")
+    assert axis.step == 24  # 8 GPUs a node, 24 that train on the same samples
+    assert axis.low == 24
