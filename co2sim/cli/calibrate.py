@@ -59,7 +59,7 @@ def calibrate(
     path = out if out.name != str(out) else f"./{out}"
     screen = _screen(case.load_stack().value.name, runs.name, measured, calibrated)
     ways = output.more(full=full, files=[out], report=False)
-    print_screen(screen, f"{ways}; predict with --stack {path}")
+    print_screen(screen, f"{ways}; predict with --stack {path}", whole=full)
     if full:
         print_lines(console(), "")
         _print_details(measured, calibrated)

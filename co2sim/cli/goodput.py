@@ -258,8 +258,9 @@ def _screen(answers: Sequence[_Answer]) -> Screen:
         rows.append(("spot", spot_words(best.spot, best.result)))
     if whole := whole_words(best.case, best.totals):
         rows.append(("whole", whole))
-    misfits = [each.title for each in answers if not each.result.fits_in_memory]
-    rows.insert(0, ("memory", f"{', '.join(misfits)}: too large" if misfits else "fits"))
+    words = [f"{each.title}: {each.result.memory_word}" for each in answers]
+    memory = answers[0].result.memory_answer if len(answers) == 1 else "; ".join(words)
+    rows.insert(0, ("memory", memory))
     known = []
     if best.totals:
         known = ["days", "GPU-hours" if best.totals.cost is None else f"{best.totals.currency}"]

@@ -22,8 +22,8 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
-from co2sim.report.text.plan import commands, looked, nothing, plain, screen, words
-from co2sim.report.text.result import print_assumed, question
+from co2sim.report.text.plan import commands, looked, nothing, plain, screen, turning
+from co2sim.report.text.result import print_assumed
 from co2sim.report.text.screen import print_screen
 from co2sim.schedule.mesh import Mesh
 from co2sim.studies import plan as study
@@ -181,9 +181,11 @@ def _answer(
         )
         output.write_page(report, page(planned))
     if as_json:
-        print_json(plain(answer, turns, held))
+        print_json(plain(space, answer, turns, held))
     else:
-        print_screen(screen(space, answer, turns), output.more(full=full, files=[report]))
+        print_screen(
+            screen(space, answer, turns), output.more(full=full, files=[report]), whole=full
+        )
         if full:
             print_lines(console(), "")
             _print(console(), space, answer, turns, held)
@@ -216,8 +218,7 @@ def _print(
     turns: Sequence[BreakEven],
     held: Sequence[Sensitivity],
 ) -> None:
-    first = [option.result for option in answer.best[:1]]
-    print_lines(out, *words(answer, turns, held), *question(first), "")
+    print_lines(out, *turning(turns, held), "")
     _print_options(out, "no other is both faster and cheaper", answer.front)
     best = answer.best[:_MAX_ROWS]
     more = f", the first {len(best)} of {len(answer.best)}" if len(answer.best) > len(best) else ""

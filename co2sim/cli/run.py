@@ -78,7 +78,7 @@ def run(
     if json_:
         _print_json(cases, results, judged, goal, tokens, evidence=evidence)
         return
-    print_screen(screen, output.more(full=full, files=[report]))
+    print_screen(screen, output.more(full=full, files=[report]), whole=full)
     if full:
         print_lines(console(), "")
         print_details(cases, results, driver.resolve_auto, goal, tokens)

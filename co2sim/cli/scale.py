@@ -105,7 +105,8 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
         print_json(_plain(compared, list(files)))
         return
     lacking = "" if installed() else MISSING
-    print_screen(screen, output.more(full=full, files=files, lacking=lacking))
+    more = output.more(full=full, files=files, lacking=lacking)
+    print_screen(screen, more, whole=full)
     if full:
         print_lines(console(), "")
         _print_details(console(), compared, published)

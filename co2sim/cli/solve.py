@@ -92,7 +92,8 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     if json_:
         print_json([plain(answer, moved, results) for answer in solved])
         return
-    print_screen(screen(solved, results), "below; --json" if full else "--full, --json")
+    more = output.more(full=full, files=[], report=False)
+    print_screen(screen(solved, results), more, whole=full)
     if full:
         _print_all(solved, results, moved, remark(trainings(cases, results), goal))
         for line in checks(solved, tokens, goal):  # to be copied: in one piece, whatever the width

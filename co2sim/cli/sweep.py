@@ -246,7 +246,7 @@ def _show(
     if as_json:
         print_json(swept.figures())
         return
-    print_screen(screen, output.more(full=full, files=[csv, report]))
+    print_screen(screen, output.more(full=full, files=[csv, report]), whole=full)
     if full:
         print_lines(console(), "")
         _print_details(console(), swept)

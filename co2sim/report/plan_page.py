@@ -357,7 +357,7 @@ def _files(planned: Planned) -> dict[str, tuple[str, str]]:
     results = [entry.result for entry in planned.shown]
     wanted = answer.wanted
     frame = to_frame(cases, results, goal=wanted.goal, tokens=wanted.tokens)
-    plain = plan.plain(answer, planned.turns, planned.levers)
+    plain = plan.plain(planned.space, answer, planned.turns, planned.levers)
     return {
         "plan.csv": ("text/csv", frame.to_csv(index=False)),
         "plan.json": ("application/json", json.dumps(plain, indent=1)),

@@ -6,7 +6,7 @@ from typing import Any
 
 from co2sim.common.units import counted, scaled
 from co2sim.prediction.notes import lacking
-from co2sim.prediction.totals import Totals, knee, spent
+from co2sim.prediction.totals import knee, spent
 from co2sim.report.text.answer import (
     Simulated,
     batch_row,
@@ -23,20 +23,13 @@ from co2sim.report.text.answer import (
 from co2sim.report.text.bill import billed
 from co2sim.report.text.screen import Screen
 from co2sim.report.text.totals import (
-    TRADE,
     amount,
     at_a_glance,
-    in_short,
-    in_words,
-    trade,
 )
 from co2sim.studies.candidates import Candidate, Objective, Space, command_of, with_tokens
 from co2sim.studies.grid import display_name, offer_name, short_names
-from co2sim.studies.plan import Recommendation, limits_of, overlap
+from co2sim.studies.plan import Recommendation, limits_of
 from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
-
-_KEEPS = "It keeps"
-_UNDECIDED = "Undecided: the 90 % intervals of the choice and the runner-up overlap."
 
 
 def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> Screen:
@@ -218,80 +211,10 @@ def odds(answer: Recommendation, option: Candidate) -> Iterator[str]:
             yield f"{chance:.0%} to miss the {name}"
 
 
-def words(
-    answer: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
-) -> list[str]:
-    """The answer in sentences."""
-    choice = answer.choice
-    if choice is None:
-        return [nothing(answer)]
-    said = [f"Take {_told(choice)}."]
-    if answer.interrupted:
-        said = [_stopped(answer), f"So far the best: {_told(choice)}."]
-    said += list(limits(answer, choice))
-    said += gambles(answer)
-    said.append(_room(choice))
-    said += traded(answer)
-    said += list(_against(answer))
-    if held:
-        lever = held[0]
-        said.append(
-            f"Main limit: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
-            f" {choice.result.unit}s/s."
-        )
-    return [*said, *turning(turns)]
-
-
-def _room(choice: Candidate) -> str:
-    """How much of the memory of a GPU it takes, and whether published runs are near."""
-    result = choice.result
-    text = f"Memory of a GPU: {result.memory_answer}."
-    return f"{text} No published run is near it: test it first." * result.unlike_published or text
-
-
-def doubts(answer: Recommendation) -> list[str]:
-    """Of the words, those that say what is not sure."""
-    choice = answer.choice
-    if choice is None:
-        return []
-    said = [_stopped(answer)] if answer.interrupted else []
-    said += [text for text in limits(answer, choice) if not text.startswith(_KEEPS)]
-    return [*said, *([_UNDECIDED] if answer.undecided else [])]
-
-
 def _stopped(answer: Recommendation) -> str:
     """What an interrupted plan leaves open."""
     seen = f"{answer.simulated:,} of {answer.candidates:,} candidates"
     return f"Stopped after {seen}: there may be a better one."
-
-
-def named(option: Candidate) -> str:
-    """How many GPUs of which offer, and how they are used."""
-    gpus = counted(option.result.gpus, "GPU")
-    return f"{gpus} of {offer_name(option.case.cluster)} with {option.result.strategy}"
-
-
-def spends(option: Candidate) -> list[str]:
-    """Days, money (or GPU-hours), energy and carbon."""
-    return [f"{in_words(option.totals, option.result.unit)}."]
-
-
-def others(answer: Recommendation) -> list[str]:
-    """The runner-up and the best of another offer, in short."""
-    options = {"": answer.runner_up, "The best of another offer: ": answer.rival}
-    if answer.rival == answer.runner_up:
-        del options["The best of another offer: "]
-    return [
-        f"{head}{named(option)}: {_spent(option.totals)}; {_margin(answer, option)}."
-        for head, option in options.items()
-        if option
-    ]
-
-
-def _spent(totals: Totals) -> str:
-    """Days and money, or GPU-hours."""
-    unit = "GPU-hours" if totals.cost is None else totals.currency
-    return f"{amount(totals.days)} days, {spent(totals):,.0f} {unit}"
 
 
 def _margin(answer: Recommendation, other: Candidate) -> str:
@@ -313,22 +236,16 @@ _BEHIND = {
 """A verb, and what is more."""
 
 
-def turning(turns: Sequence[BreakEven]) -> list[str]:
-    """Where another option wins."""
-    return [
+def turning(turns: Sequence[BreakEven], held: Sequence[Sensitivity]) -> list[str]:
+    """Where another option wins, and what helps most."""
+    said = [
         f"Where {turn.what} {'rises above' if turn.above else 'falls below'} {turn.shown_at}"
         f" (now {turn.shown_now}), {turn.winner} wins."
         for turn in turns
     ]
-
-
-def _told(option: Candidate) -> str:
-    case, totals = option.case, option.totals
-    text = f"{named(option)}, micro-batch {case.micro_batch} x {option.result.accumulation}"
-    divided = case.mesh_words()
-    text += f", {divided}" if divided else ""
-    text += f", recompute {case.recompute}" if case.recompute != "none" else ""
-    return f"{text}: {in_words(totals, option.result.unit)}"
+    if held:
+        said.append(f"A tenth more of {held[0].change} gives {held[0].gain:.1%} more tokens/s.")
+    return said
 
 
 def best_trade(answer: Recommendation) -> Candidate | None:
@@ -339,20 +256,6 @@ def best_trade(answer: Recommendation) -> Candidate | None:
     return None if best == answer.choice else best
 
 
-def traded(answer: Recommendation, *, brief: bool = False) -> list[str]:
-    """The knee of the front, against its cheap end; nothing where it is the choice."""
-    best, cheapest = best_trade(answer), answer.front[-1]
-    if best is None:
-        return []
-    said = f"{named(best)}, "
-    if best is cheapest:
-        said += f"{in_short(best.totals, best.result.unit)}"
-    else:
-        said += trade(best.totals, cheapest.totals)
-    head = "The best trade of days against money"
-    return [f"{said}."] if brief else [f"{head}: {said}. It has {TRADE}."]
-
-
 def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
     for name, most, worst, chance in limits_of(choice, answer.wanted):
@@ -361,18 +264,10 @@ def limits(answer: Recommendation, choice: Candidate) -> Iterator[str]:
         if worst is None:
             yield f"How sure {shown} is, is not known: there is no interval."
         elif worst <= most:
-            yield f"{_KEEPS} {shown} at the bad end of its interval, too."
+            yield f"It keeps {shown} at the bad end of its interval, too."
         else:
             bad = f"{amount(worst)} {unit}, and the chance to miss it is {chance:.0%}"
             yield f"It may miss {shown}: the bad end of its interval is {bad}."
-
-
-def gambles(answer: Recommendation) -> list[str]:
-    """The better one that may miss a limit, with its odds."""
-    option = answer.gamble
-    if option is None or answer.choice is None:
-        return []
-    return [f"A gamble, {_saved(answer)}: {_told(option)}.", *limits(answer, option)]
 
 
 def _saved(answer: Recommendation) -> str:
@@ -384,32 +279,14 @@ def _saved(answer: Recommendation) -> str:
     return f"{saved:.1%} {_AHEAD[want]}" if saved > 0 else "no better"
 
 
-def _against(answer: Recommendation) -> Iterator[str]:
-    other, want = answer.runner_up, answer.wanted.want
-    if other is None:
-        yield "No other cluster, strategy or number of GPUs was tried that is within the limits."
-        return
-    yield f"The runner-up {_BEHIND[want][0]} {_margin(answer, other)}: {_told(other)}."
-    yield _UNDECIDED if answer.undecided else "They differ by more than may be wrong."
-    if answer.rival and answer.rival is not other:
-        yield f"The best on another cluster: {_told(answer.rival)}."
-        if answer.choice and overlap(answer.choice, answer.rival, want):
-            both = (offer_name(option.case.cluster) for option in (answer.choice, answer.rival))
-            yield f"Undecided between {' and '.join(both)}: their 90 % intervals overlap."
-
-
 def nothing(answer: Recommendation) -> str:
-    """Why there is no choice."""
-    if not answer.front:
-        if answer.failed:
-            return f"no candidate can be simulated: {answer.failed[0]}"
-        return (
-            f"none of {answer.large:,} candidates fits in memory; take more GPUs, another strategy"
-            " (-s fsdp), --recompute full or less --headroom"
-        )
-    fastest, cheapest = answer.front[0], answer.front[-1]
-    text = f"{_over(answer)}; the fastest is {_told(fastest)}"
-    return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
+    """Why there is no candidate with figures."""
+    if answer.failed:
+        return f"no candidate can be simulated: {answer.failed[0]}"
+    return (
+        f"none of {answer.large:,} candidates fits in memory; take more GPUs, another strategy"
+        " (-s fsdp), --recompute full or less --headroom"
+    )
 
 
 def _over(answer: Recommendation) -> str:
@@ -482,12 +359,15 @@ def trial(choice: Candidate) -> str:
 
 
 def plain(
-    answer: Recommendation, turns: Sequence[BreakEven], held: Sequence[Sensitivity]
+    space: Space,
+    answer: Recommendation,
+    turns: Sequence[BreakEven],
+    held: Sequence[Sensitivity],
 ) -> dict[str, Any]:
-    """As plain values for JSON."""
-    choice = answer.choice
+    """As plain values for JSON; `answer` has the sentences and the lines of the first screen."""
+    choice, said = answer.choice, screen(space, answer, turns)
     return {
-        "answer": words(answer, turns, held),
+        "answer": [*said.answer, *(f"{name}: {text}" for name, text in said.rows)],
         "want": answer.wanted.want,
         "choice": choice and _option(choice, answer.wanted),
         "gamble": answer.gamble and _option(answer.gamble, answer.wanted),

@@ -16,7 +16,7 @@ from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
 from co2sim.models.memory import GIB, OVERHEAD, model_states
 from co2sim.prediction import evidence, figures, notes
-from co2sim.prediction.figures import INTERVAL, in_table, list_of, shared_batch
+from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.intervals import undecided
 from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
@@ -93,14 +93,12 @@ def print_details(
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
 ) -> None:
-    """All figures of simulated cases, compared and each; what they share comes last, once.
+    """All figures of each simulated case; what they share comes last, once.
 
     `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
     train these.
     """
     out = console()
-    if len(results) > 1:
-        print_comparison(cases, results, goal, tokens)
     trained = totals.totals_for(cases, results, tokens, goal)
     for case, result, total in zip(cases, results, trained, strict=True):
         more = [] if tokens is None else totals.rows_of(total, result.unit)
@@ -111,40 +109,6 @@ def print_details(
     print_remarks(out, results)
     print_assumed(out, results)
     print_lines(out, *totals.basis_lines(cases, trained))
-
-
-def print_comparison(
-    cases: Sequence[Question],
-    results: Sequence[Result],
-    goal: Goal = NO_GOAL,
-    tokens: float | None = None,
-) -> None:
-    """The key figures of several strategies on the same cluster, the fastest first.
-
-    With `tokens` also what it takes to train these.
-    """
-    out = console()
-    pairs = sorted(zip(cases, results, strict=True), key=lambda pair: -pair[1].tokens_per_s)
-    cases, results = [case for case, _ in pairs], [result for _, result in pairs]
-    first = results[0]
-    shown = in_table("page")
-    rows = [
-        (
-            result.strategy,
-            *(figure.shown(result) or "-" for figure in shown),
-            result.memory_word,
-        )
-        for result in results
-    ]
-    heads = ("strategy", *(figure.headed(first) for figure in shown), "in memory")
-    where = f"{first.model} on {counted(first.gpus, 'GPU')}: {first.place}"
-    print_table(out, f"{where}; {shared_batch(results)}, {first.precision}", heads, rows)
-    close = not_told_apart([(result.strategy, result) for result in results])
-    print_lines(out, *([close, ""] if close else []))
-    if tokens is not None:
-        trained = totals.totals_for(cases, results, tokens, goal)
-        names = [[result.strategy] for result in results]
-        totals.print_totals(out, tokens, ("strategy",), names, results, trained)
 
 
 def _near(case: Question, result: Result) -> list[str]:

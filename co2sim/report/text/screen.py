@@ -43,10 +43,9 @@ class Screen:
     least: int = 6
 
 
-def print_screen(screen: Screen, more: str = "--full, --json") -> None:
-    """Print as much as there is room for; the last line says how to see more."""
-    out = console()
-    _print(out, *_fitting(screen, more))
+def print_screen(screen: Screen, more: str = "--full, --json", *, whole: bool = False) -> None:
+    """Print as much as there is room for, or the `whole`; the last line says how to see more."""
+    _print(console(), *((screen, more) if whole else _fitting(screen, more)))
 
 
 def _fitting(screen: Screen, more: str) -> tuple[Screen, str]:

@@ -21,7 +21,6 @@ from co2sim.prediction.totals import (
     basis,
     examples,
     knee,
-    spent,
     tokens_of,
     totals_of,
 )
@@ -285,17 +284,6 @@ NOT_KNOWN = "what its steps are worth is not known: --steps-factor sets it"
 """What is said where no training has totals."""
 
 
-def in_brief(trainings: Trainings) -> list[str]:
-    """The answer, a sentence each: days and money of the best trainings."""
-    best = chosen(trainings)
-    said = []
-    for head, (name, result, total) in best.items():
-        assert total is not None
-        lost = f"; it {result.misfit} in memory" if result.misfit else ""
-        said.append(f"{head}: {name}, {in_short(total, result.unit)}{lost}.")
-    return [*said, *traded(best)] if best else [NOT_KNOWN]
-
-
 def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]:
     """The best trade, the cheapest and the fastest of those that fit in memory, or of all.
 
@@ -322,29 +310,6 @@ def chosen(trainings: Trainings) -> dict[str, tuple[str, Result, Totals | None]]
         del heads[same]
         heads = {f"{same}, and best trade": heads.pop("Best trade"), **heads}
     return heads
-
-
-def traded(heads: Mapping[str, tuple[str, Result, Totals | None]]) -> list[str]:
-    """What the best trade gives for its money; nothing where it is the cheapest."""
-    best = next((totals for head, (_, _, totals) in heads.items() if "trade" in head), None)
-    cheapest = next((t[2] for head, t in heads.items() if head.startswith("Cheapest")), None)
-    if best is None or cheapest is None or best is cheapest:
-        return []
-    return [f"The best trade is {trade(best, cheapest)}: {TRADE}."]
-
-
-TRADE = "the least product of days and money"
-"""What `knee` means."""
-
-
-def trade(best: Totals, cheapest: Totals) -> str:
-    """What the knee of the front gives for more money than the least."""
-    more = spent(best) / spent(cheapest) - 1
-    what = "GPU-hours" if best.cost is None else "money"
-    return (
-        f"{cheapest.days / best.days:.3g} times as fast as the cheapest ({amount(best.days)}"
-        f" instead of {amount(cheapest.days)} days), for {more:.1%} more {what}"
-    )
 
 
 def where(result: Result) -> str:
