@@ -15,7 +15,7 @@ from .hardware.cluster import (
     Link as Link,
 )
 from .hardware.failures import Failures as Failures
-from .models.workload import Block as Block, MatMul as MatMul, Model as Model
+from .models.operators import Block as Block, Model as Model, Product as Product
 from .prediction.question import Question as Question
 from .prediction.driver import run as run, simulate as simulate, trace as trace
 from .prediction.result import Result as Result

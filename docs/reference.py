@@ -14,8 +14,8 @@ from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
-from co2sim.models.architecture import Experts, Transformer
 from co2sim.models.stack import Stack
+from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction.figures import COLUMNS
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
 from co2sim.studies.table import sortable

@@ -28,7 +28,7 @@ from co2sim.common.files import text_of, write_atomically
 from co2sim.common.units import FlopsPerSecond, Seconds
 from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Backend, Cluster
-from co2sim.models.workload import Model
+from co2sim.models.operators import Model
 from co2sim.prediction.question import Question, assumed
 from co2sim.schedule.mesh import MESH
 from co2sim.schedule.schedule import Layout

@@ -269,9 +269,8 @@ def _of_part(work: Compute, part: str, cluster: Cluster) -> Seconds:
 def _kept(rows: Section) -> Table:
     lines = []
     for row in rows:
-        block = _job(row).model.blocks[1]
-        scores = block.scores.statistics_bytes if block.scores else 0.0
-        predicted = row["layers"] * row["samples"] * (block.activation_bytes + scores)
+        layer = _job(row).executed[1][1]
+        predicted = row["layers"] * row["samples"] * kept_bytes(layer, 2.0)
         kept = row["kept_bytes"]
         error = _error(predicted, kept) if kept else ""
         name, count = row["model"], str(row["layers"])

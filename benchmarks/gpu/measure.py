@@ -183,9 +183,7 @@ def products(*, quick: bool) -> Rows:
     rows: Rows = []
     for name, samples in islice(SHAPES.items(), 1 if quick else None):
         model = load_model(name).value
-        for place, one in enumerate(model.blocks[1].products):
-            if one.count:
-                continue
+        for place, one in enumerate(model.blocks[1].of(Product)):
             n, inner, columns = (16,) * 3 if quick else (one.rows * samples, one.inner, one.columns)
             x = torch.randn(n, inner, device=DEVICE, dtype=torch.bfloat16)
             w = torch.randn(columns, inner, device=DEVICE, dtype=torch.bfloat16)

@@ -30,8 +30,8 @@ from co2sim.common.files import is_below, is_regular
 from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import ORIGINS, Failures
+from co2sim.models.operators import Model
 from co2sim.models.stack import CHANGED, Stack
-from co2sim.models.workload import Model
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -49,7 +49,9 @@ from co2sim.hardware.cluster import (
 )
 from co2sim.hardware.contract import Contract
 from co2sim.hardware.failures import Failures, SizedFailures
-from co2sim.models.architecture import (
+from co2sim.models.operators import Model, plain_block
+from co2sim.models.stack import Runs, Setting, Stack
+from co2sim.models.transformer import (
     Bias,
     Experts,
     LatentAttention,
@@ -57,8 +59,6 @@ from co2sim.models.architecture import (
     language_model,
     vision_transformer,
 )
-from co2sim.models.stack import Runs, Setting, Stack
-from co2sim.models.workload import Block, Model
 
 
 def number(quantity: Quantity) -> BeforeValidator:
@@ -439,9 +439,9 @@ class BlocksSpec(Spec):
     def build(self) -> Model:
         """The model's blocks; repeated ones are numbered."""
         blocks = tuple(
-            Block(
+            plain_block(
                 f"{spec.name}.{index}" if spec.repeat > 1 else spec.name,
-                tuple(spec.tensors),
+                spec.tensors,
                 spec.flops,
                 spec.activation,
             )

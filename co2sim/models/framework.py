@@ -9,14 +9,25 @@ megatron/core/transformer/transformer_config.py (`recompute_modules`).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.validation import Quantity
-from co2sim.models.blocks import Block, Model
+from co2sim.models.operators import (
+    Again,
+    AnyOperator,
+    Attention,
+    Block,
+    CrossEntropy,
+    ExpertExchange,
+    Model,
+    Part,
+    Product,
+    TensorExchange,
+)
 
 Factor = Annotated[float, Quantity(least=1, most=100)]
 
@@ -38,7 +49,7 @@ Loss = Literal["fused", "eager"]
 """fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
 
 ContextKind = Literal["all_gather", "ring", "all_to_all"]
-"""How ranks that divide sequences attend to all of them; see `ContextExchange`."""
+"""How ranks that divide sequences attend to all of them; see `Workload._along`."""
 
 TokenExchange = Literal["flat", "hierarchical"]
 """How tokens travel to experts. flat: to each expert apart. hierarchical: over the network once for
@@ -83,14 +94,12 @@ Recompute: TypeAlias = str
 """none, selective (what `Selective` says), full (every layer, from its input), full/K (every K-th
 layer), or operators joined by "+"."""
 
-Operator = Literal["norms", "attention", "activation", "mlp"]
+OPERATORS: tuple[Part, ...] = get_args(Part)
 """norms: the outputs of those before attention and MLP. attention: scores and their product with
 the values, from queries, keys and values. activation: the output of the function between the
 products of an MLP. mlp: a whole MLP, or router, exchanges and experts."""
 
 Kind = Literal["none", "selective", "full", "operators"]
-
-OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 _ALONE: tuple[Kind, ...] = ("none", "selective", "full")
 
@@ -114,7 +123,7 @@ class Recomputation:
 
     kind: Kind
     every: int = 1
-    operators: tuple[Operator, ...] = ()
+    operators: tuple[Part, ...] = ()
 
     def __str__(self) -> str:
         """In one way, however it was written."""
@@ -122,7 +131,7 @@ class Recomputation:
             return "+".join(self.operators)
         return self.kind if self.every == 1 else f"{self.kind}/{self.every}"
 
-    def of(self, operator: Operator) -> bool:
+    def of(self, operator: Part) -> bool:
         """Whether the operator is made again by its name."""
         return operator in self.operators
 
@@ -168,7 +177,7 @@ def _unknown(text: str, part: str, *, several: bool) -> OptionError:
 
 def layers(blocks: Iterable[Block]) -> list[Block]:
     """The blocks that count for full/K: those with an input, but for the head."""
-    return [block for block in blocks if block.boundary_bytes and not block.logits]
+    return [block for block in blocks if block.is_layer]
 
 
 def check_applies(text: str, model: Model, stages: int = 1, *, gathered: bool = False) -> None:
@@ -178,7 +187,7 @@ def check_applies(text: str, model: Model, stages: int = 1, *, gathered: bool = 
     them, the outputs of norms are kept with them.
     """
     again, blocks = recomputation(text), model.blocks
-    if again.kind == "full" and not any(block.boundary_bytes for block in blocks):
+    if again.kind == "full" and not any(block.boundary for block in blocks):
         raise OptionError(
             f"recompute={text} does not apply to {model.name}: its blocks have no input sizes"
         )
@@ -186,14 +195,11 @@ def check_applies(text: str, model: Model, stages: int = 1, *, gathered: bool = 
     if again.every > max(1, most):
         where = f"{model.name} has {most}" if stages == 1 else f"a stage of {model.name} has {most}"
         raise OptionError(f"recompute={text} makes nothing again: {where} layers")
-    present = {
-        "norms": any(block.operators and block.operators.norms for block in blocks),
-        "attention": any(block.operators and block.scores for block in blocks),
-        "activation": any(block.operators for block in blocks),
-        "mlp": any(block.operators for block in blocks),
-    }
+    present = {part for block in blocks for op in block.operators for part in op.parts}
+    softmax = any(op.softmax for block in blocks for op in block.of(Attention))
+    present -= set() if softmax else {"attention"}
     for operator in again.operators:
-        if not present[operator]:
+        if operator not in present:
             what = "softmax attention" if operator == "attention" else operator
             raise OptionError(
                 f"recompute={text} does not apply to {model.name}: its blocks do not say what of"
@@ -204,3 +210,101 @@ def check_applies(text: str, model: Model, stages: int = 1, *, gathered: bool = 
             f"recompute={text} saves nothing of norms where products keep what they gathered:"
             " this stack has keep_gathered, which --set stack.keep_gathered=false changes"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """How blocks run again: `again`, and what the framework makes of it.
+
+    `every` are the names of the layers that full/K makes again, `stops` says whether a framework
+    ends behind the last tensor that the backward pass needs, and `products` whether selective means
+    every second product, or the scores of eager attention.
+    """
+
+    again: Recomputation
+    every: frozenset[str]
+    stops: bool
+    products: bool
+
+    def whole(self, block: Block) -> bool:
+        """Whether a backward pass begins with the block's forward pass."""
+        if self.again.kind != "full":
+            return False
+        if self.again.every > 1:
+            return block.name in self.every
+        return not self.stops or block.is_layer
+
+    def every_second(self, block: Block) -> bool:
+        """Whether a backward pass begins with all but attention and every second product."""
+        wanted = self.again.kind == "selective" and self.products
+        return wanted and block.is_layer and bool(block.of(Product))
+
+    def of(self, op: Attention) -> bool:
+        """Whether a backward pass computes softmax attention alone again, from its operands."""
+        scores = self.again.kind == "selective" and not self.products and not op.fused
+        return op.softmax and (self.again.of("attention") or scores)
+
+    def marked(self, block: Block) -> Block:
+        """The block, whose operators say how they run again."""
+        if self.again.kind == "none":
+            return block
+        if self.again.kind == "full":
+            return self._full(block)
+        made = [
+            _second(op)
+            if self.every_second(block)
+            else replace(op, again=_scores(op))
+            if isinstance(op, Attention) and self.of(op)
+            else self._by_part(op)
+            for op in block.operators
+        ]
+        return replace(block, operators=self._stopped(made))
+
+    def _full(self, block: Block) -> Block:
+        """Published figures count 8 FLOP for every parameter, those of the head included."""
+        if not self.whole(block):
+            counted = self.again.every == 1
+            return replace(
+                block,
+                operators=tuple(
+                    replace(op, again=Again(flops=1.0)) if counted and op.flops else op
+                    for op in block.operators
+                ),
+            )
+        return replace(block, operators=self._stopped([_all(op) for op in block.operators]))
+
+    def _by_part(self, op: AnyOperator) -> AnyOperator:
+        if "mlp" in op.parts and self.again.of("mlp"):
+            return _all(op)
+        if any(self.again.of(part) for part in op.parts if part != "attention"):
+            return replace(op, again=Again(1.0, 1.0, op.traffic_alone, op.calls))
+        return op
+
+    def _stopped(self, operators: list[AnyOperator]) -> tuple[AnyOperator, ...]:
+        """Of those that run again neither the last product nor an exchange behind it has to."""
+        products = [i for i, op in enumerate(operators) if isinstance(op, Product)]
+        if not (self.stops and products) or operators[products[-1]].again.kernels < 1:
+            return tuple(operators)
+        for index in range(products[-1], len(operators)):
+            op = operators[index]
+            if isinstance(op, Product | TensorExchange | ExpertExchange | CrossEntropy):
+                operators[index] = replace(op, again=replace(op.again, kernels=0.0))
+        return tuple(operators)
+
+
+def _all(op: AnyOperator) -> AnyOperator:
+    return replace(op, again=Again(1.0, 1.0, op.traffic, op.calls))
+
+
+def _second(op: AnyOperator) -> AnyOperator:
+    """Of a layer of which every second product runs again; sums over ranks are kept."""
+    repeated = {Product: 0.5, TensorExchange: float(getattr(op, "side", "") == "input")}
+    part = repeated.get(type(op), 0.0)
+    kept = op.traffic if not isinstance(op, Attention) else 2 * (op.kept + op.passing)
+    flops = 0.0 if isinstance(op, Attention) and op.softmax else 0.5
+    return replace(op, again=Again(flops, part, kept, op.calls))
+
+
+def _scores(op: Attention) -> Again:
+    """Attention again, from queries, keys and values: its output is there."""
+    return Again(1.0, 1.0, 2 * op.scores / op.rows if not op.fused else 0.0)

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
-from co2sim.models.blocks import kinds
-from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
+from co2sim.models.operators import AnyOperator, Attention, Block, Product, TensorExchange
+from co2sim.models.workload import OPTIMIZER_BYTES, Workload
 from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
@@ -89,32 +89,31 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     block's activations, `tied_gradient` that of an embedding by the head that shares it: autograd
     adds the embedding's own at the very end.
     """
-    times: Counter[tuple[int, bool]] = Counter()
-    different: dict[tuple[int, bool], Block] = {}
-    for kind, block in zip(kinds(job.model), job.model.blocks, strict=True):
-        alike = kind, job.repeats(block)
-        times[alike] += 1
-        different.setdefault(alike, block)
-    blocks = different.values()
+    times = Counter(kind for _, _, kind in job.executed)
+    different = {kind: (block, made) for block, made, kind in reversed(job.executed)}
     kept = inputs = tied = 0.0
-    for alike, block in different.items():
-        if alike[1]:
-            inputs += times[alike] * block.boundary_bytes
+    for kind, (block, made) in different.items():
+        if job.repeats(block):
+            inputs += times[kind] * block.boundary
         else:
-            kept += held * times[alike] * _kept(job, block)
-        tied += 0 if block.adapters else times[alike] * block.tied
+            kept += held * times[kind] * _kept(job, made)
+        tied += 0 if job.lora is not None else times[kind] * block.tied
+    width = job.precision.bytes * job.micro_batch
     always = {
-        "checkpoints": held * _scaled(job, inputs),
+        "checkpoints": held * inputs * width,
         "tied_gradient": tied * job.precision.bytes,
     }
+    blocks = [made for _, made in different.values()]
     loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}
     backward = max(
         (
             {
-                "activations": kept + _repeated(job, block),
-                "workspace": _scaled(job, _workspace(job, block)),
+                "activations": kept
+                + _needed(job, made)
+                - (0.0 if job.repeats(block) else _kept(job, made)),
+                "workspace": _workspace(made) * width,
             }
-            for block in blocks
+            for block, made in different.values()
         ),
         key=lambda items: sum(items.values()),
     )
@@ -150,67 +149,46 @@ def reserved(items: Mapping[str, Bytes]) -> Bytes:
     return sum(size for name, size in items.items() if name not in {"nccl", "context", "total"})
 
 
-def _scaled(job: Workload, size: Bytes) -> Bytes:
-    """Bytes of a micro-batch, from those of a sample in a 2-byte type."""
-    return size * job.micro_batch * job.precision.bytes / 2
+def _bytes(job: Workload, block: Block, *, freed: bool) -> Bytes:
+    """What is kept of a block for its backward pass, but for its logits.
+
+    Without what its operators make again where that is `freed`.
+    """
+    elements = statistics = gathered = scores = 0.0
+    for op in block.operators:
+        alone = bool(op.again.flops) and job.again.kind != "full"
+        runs = freed and alone
+        elements += op.rows * (op.kept - (_made(op) if runs else 0.0))
+        if isinstance(op, Attention) and op.softmax and not alone:
+            statistics += op.statistics_bytes if op.fused else 0.0
+            scores += 0.0 if op.fused else op.scores
+        if isinstance(op, TensorExchange) and op.sequence and op.side == "input" and not runs:
+            gathered += op.rows * op.width * (1 - 1 / op.ranks)
+    width = job.precision.bytes * job.micro_batch
+    often = job.kept if block.is_layer and block.of(Product) else 1.0
+    gathered = gathered if job.keep_gathered else 0.0
+    return (elements * often + scores + gathered) * width + statistics * job.micro_batch
 
 
-def _repeated(job: Workload, block: Block) -> Bytes:
-    """What is there again while a block's backward pass continues."""
-    if job.repeats(block):
-        return _needed(job, block)
-    return _needed(job, block) - _kept(job, block)
+def _made(op: AnyOperator) -> float:
+    return op.kept if op.made is None else op.made
 
 
 def _kept(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
-    if not job.repeats_products(block):
-        return _needed(job, block) - _made_again(job, block)
-    pairs = block.adapters.pairs if block.adapters else ()
-    products = (*block.products, *(product for pair in pairs for product in pair))
-    results = sum(product.rows * product.columns for product in products if not product.count)
-    kept = block.boundary_bytes + results  # every second one, of 2 bytes
-    if block.scores is None:
-        return _scaled(job, kept)
-    return (
-        _scaled(job, kept + 2.0 * block.scores.mixed)
-        + block.scores.statistics_bytes * job.micro_batch
-    )
-
-
-def _made_again(job: Workload, block: Block) -> Bytes:
-    """What of it operators make again, but for attention, which leaves nothing to count."""
-    operators = block.operators
-    if operators is None or not job.again.operators:
-        return 0.0
-    size = operators.norms if job.again.of("norms") else 0.0
-    if not job.again.of("mlp"):
-        size += operators.activation if job.again.of("activation") else 0.0
-        return job.kept * _scaled(job, size)
-    inputs = max(0, block.division.inputs - 1) if block.division else 0
-    return job.kept * _scaled(job, size + operators.mlp) + _gathered(job, block, inputs)
+    if not job.rerun.every_second(block):
+        return _bytes(job, block, freed=True)
+    results = sum(op.rows * op.columns for op in block.of(Product))
+    kept = block.boundary + results / 2  # every second one
+    scores = block.of(Attention)
+    mixed = sum(op.rows * op.heads * op.value for op in scores if op.softmax)
+    statistics = sum(op.statistics_bytes for op in scores if op.softmax)
+    return (kept + mixed) * job.precision.bytes * job.micro_batch + statistics * job.micro_batch
 
 
 def _needed(job: Workload, block: Block) -> Bytes:
     """What is there of a block for its backward pass, but for its logits."""
-    kept = _scaled(job, block.activation_bytes)
-    if block.products and not block.logits:
-        kept *= job.kept
-    kept += _gathered(job, block, block.division.inputs if block.division else 0)
-    if block.scores is None or job.repeats_attention(block):
-        return kept
-    if job.fuses(block):
-        return kept + block.scores.statistics_bytes * job.micro_batch
-    return kept + _scaled(job, block.scores.bytes)
-
-
-def _gathered(job: Workload, block: Block, inputs: int) -> Bytes:
-    """What tensor-parallel ranks keep of the parts of the others, of some inputs of products."""
-    part = block.division
-    if part is None or not (part.sequence and job.keep_gathered):
-        return 0.0
-    others = 1 - 1 / part.ranks
-    return inputs * part.elements * others * job.micro_batch * job.precision.bytes
+    return _bytes(job, block, freed=False)
 
 
 def _loss(job: Workload, block: Block) -> Bytes:
@@ -220,18 +198,20 @@ def _loss(job: Workload, block: Block) -> Bytes:
     return block.logits * job.micro_batch * (width + beside)
 
 
-def _workspace(job: Workload, block: Block) -> Bytes:
-    """Gradients of activations while a block's backward pass begins, of a sample in a 2-byte type.
+def _workspace(block: Block) -> float:
+    """Gradients of activations while a block's backward pass begins, in elements of a sample.
 
     Those of input and output of its last product, as its activations are still there; or those of
     the scores of eager attention, before and behind the softmax.
     """
+    products = block.of(Product)
     if block.logits:
         return 0.0
-    if not block.products:
-        return block.boundary_bytes
-    last = block.products[-1]
-    gradients = 2.0 * last.rows * (last.inner + last.columns)
-    if block.scores is None or job.fuses(block):
-        return gradients
-    return max(gradients, 4.0 * block.scores.heads * block.scores.length**2)
+    if not products:
+        return block.boundary
+    last = products[-1]
+    gradients = float(last.rows * (last.inner + last.columns))
+    eager = [
+        2.0 * op.heads * op.length**2 for op in block.of(Attention) if op.softmax and not op.fused
+    ]
+    return max(gradients, *eager, 0.0)

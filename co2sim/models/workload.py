@@ -9,7 +9,7 @@ What kernels execute is another matter: `Kernels` of a pass say it, and times fo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Literal, TypeAlias
@@ -17,20 +17,29 @@ from typing import Literal, TypeAlias
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
-from co2sim.models.adapters import BACKWARD_MOVES, FORWARD_MOVES, with_adapters
-from co2sim.models.architecture import shard_model
-from co2sim.models.blocks import (
-    AttentionScores,
-    Block,
-    ContextExchange,
-    MatMul,
-    Model,
-    Routing,
-    TensorParallelCommunication,
-    kinds,
-    product_flops,
+from co2sim.models.adapters import summed, with_adapters
+from co2sim.models.framework import (
+    Framework,
+    Recomputation,
+    Recompute,
+    Rerun,
+    layers,
+    recomputation,
 )
-from co2sim.models.framework import Framework, Loss, Recomputation, Recompute, layers, recomputation
+from co2sim.models.operators import (
+    NARROW,
+    AnyOperator,
+    Attention,
+    Block,
+    CrossEntropy,
+    ExpertExchange,
+    Model,
+    Product,
+    TensorExchange,
+    backward_flops,
+    kinds,
+    shard_model,
+)
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Collective,
@@ -45,100 +54,13 @@ from co2sim.schedule.schedule import (
     experts,
     tensor,
 )
-from co2sim.schedule.token_routing import TokenRouting
 
-Pass: TypeAlias = Literal["forward", "recompute", "products", "attention", "mlp", "backward"]
-"""recompute: a forward pass again; products: the part of it that `Selective` says; attention and
-mlp: that operator again."""
-
-_SECOND = 0.5
-"""Of the products with weights: every second one."""
-
-_BOTH = 2
-"""Products of a backward pass for one of a forward pass."""
+Pass: TypeAlias = Literal["forward", "recompute", "backward"]
+"""recompute: what runs again of a forward pass."""
 
 _LOSS_SUMS = 3
 """All-reduces of a value for every row of logits: their largest, the target's, the sum of their
 exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
-
-
-def tensor_parallel_collectives(
-    block: TensorParallelCommunication | None,
-    passes: Sequence[Pass],
-    samples: int,
-    dtype: DType,
-    stops_early: bool,  # noqa: FBT001
-    overlap: bool = False,  # noqa: FBT001, FBT002
-    keep: bool = False,  # noqa: FBT001, FBT002
-) -> TensorParallelCollectives | None:
-    """The exchanges of passes over a block with `samples` samples; None where it is whole.
-
-    A repeated forward pass that `stops_early` needs no result of the block's last product. With
-    `overlap` products work on parts of their operands while others are exchanged. With `keep` a
-    backward pass finds the operands of products as the forward pass gathered them.
-    """
-    if block is None:
-        return None
-    made = [_of_pass(block, direction, samples, dtype, stops_early) for direction in passes]
-    if keep:
-        made = [replace(exchanges, beside=()) for exchanges in made]
-    if overlap:
-        made = [_beside(exchanges) for exchanges in made]
-    return reduce(TensorParallelCollectives.then, made)
-
-
-def _beside(exchanges: TensorParallelCollectives) -> TensorParallelCollectives:
-    """All exchanges of activations beside the pass; those of the loss stay behind it."""
-    loss = tuple(work for work in exchanges.behind if work.buffer == "loss")
-    activations = tuple(work for work in exchanges.behind if work.buffer != "loss")
-    return TensorParallelCollectives((), (*exchanges.before, *exchanges.beside, *activations), loss)
-
-
-def _of_pass(
-    block: TensorParallelCommunication,
-    which: Pass,
-    samples: int,
-    dtype: DType,
-    stops_early: bool,  # noqa: FBT001
-) -> TensorParallelCollectives:
-    group, elements = tensor(block.ranks), samples * block.elements
-
-    def make(kind: Kind, times: int) -> tuple[Collective, ...]:
-        return (Collective(kind, "activations", elements, dtype, group),) * times
-
-    inputs, outputs, rows = block.inputs, block.outputs, block.rows
-    if which == "backward":
-        inputs, outputs, rows = outputs, inputs, 0
-    elif which == "products":  # sums over ranks are kept
-        outputs, rows = 0, 0
-    elif which == "attention":  # it lies between two products
-        inputs, outputs, rows = 0, 0, 0
-    elif which == "mlp":  # the first exchange to each side is that of attention
-        inputs, outputs, rows = max(0, inputs - 1), max(0, outputs - 1 - stops_early), 0
-    elif which == "recompute" and stops_early:
-        outputs, rows = max(0, outputs - 1), 0
-    loss: tuple[Collective, ...] = ()
-    if rows:
-        sums = Collective(Kind.ALL_REDUCE, "loss", samples * rows, DType.FP32, group)
-        loss = (sums,) * _LOSS_SUMS
-    if not block.sequence:
-        return TensorParallelCollectives(behind=(*make(Kind.ALL_REDUCE, outputs), *loss))
-    again = make(Kind.ALL_GATHER, outputs) if which == "backward" else ()
-    before, behind = make(Kind.ALL_GATHER, inputs), make(Kind.REDUCE_SCATTER, outputs)
-    return TensorParallelCollectives(before, again, (*behind, *loss))
-
-
-__all__ = [
-    "AttentionScores",
-    "Block",
-    "BlockWork",
-    "MatMul",
-    "Model",
-    "Offload",
-    "Optimizer",
-    "Recompute",
-    "Workload",
-]
 
 Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
 
@@ -151,27 +73,6 @@ Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 one for 32 numbers. nvfp4: one in fp8 for 16 numbers, and one for the tensor. Sources: NVIDIA
 Transformer Engine 2.0, docs/examples/fp8_primer; Open Compute Project, Microscaling Formats 1.0."""
 
-
-@dataclass(frozen=True, slots=True)
-class NarrowType:
-    """A type of operands: its `peak` in files of GPUs, and bytes of an element with its scales.
-
-    An operand is read `reads` times to cast it: for the maximum of the tensor, and for the numbers.
-    GPUs that multiply it have a peak of `also`, if any: blocks of 32 came with types of 4 bits,
-    which are NVIDIA's (fp4, with MXFP4) or MXFP4 alone.
-    """
-
-    peak: str
-    bytes: Bytes
-    reads: int
-    also: tuple[str, ...] = ()
-
-
-NARROW: Mapping[str, NarrowType] = {
-    "fp8": NarrowType("fp8", 1.0, 2),
-    "mxfp8": NarrowType("fp8", 1.0 + 1 / 32, 1, ("fp4", "mxfp4")),
-    "nvfp4": NarrowType("fp4", 0.5 + 1 / 16, 2),
-}
 
 _LAYOUTS = 2
 """Of a cast operand: rows for one product, and columns for another. Source: Transformer Engine,
@@ -186,17 +87,6 @@ MAX_RANK = 65_536
 MASTER_BYTES: Bytes = 4.0
 """fp32 master copy of a parameter in mixed precision."""
 
-FLASH_BACKWARD = 2.5
-"""FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead
-of two, as it computes the scores again. Source: Dao 2023, arXiv 2307.08691, section 4.1."""
-
-_LOSS_WRITTEN: dict[Loss, Bytes] = {"fused": 1.0, "eager": 4.0}
-"""What a forward pass writes and reads for a logit in a 2-byte type; a backward pass twice as much.
-
-fused: the logits are read, then read again and overwritten by their gradient (flash-attn 2,
-`flash_attn/ops/triton/cross_entropy.py`). eager: in fp32, as the calibrated runs have it.
-"""
-
 OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {
     "adamw": 12.0,
     "adamw_8bit": MASTER_BYTES + 2 * (1 + 4 / 256),
@@ -205,6 +95,10 @@ OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {
 """fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1). In 8 bits
 two moments of a byte, with a scale in fp32 for 256 (Dettmers et al. 2022, arXiv 2110.02861;
 bitsandbytes 0.45, optim/optimizer.py, blocksize)."""
+
+
+_BOTH = 2
+"""Products of a backward pass for one of a forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,11 +215,7 @@ class Workload(Mesh, Framework):
         """
         if self.divided_already or self.is_plain:
             return self
-        bare = self.bare or self.model
-        part = shard_model(bare, self)
-        if self.lora is not None:
-            part = with_adapters(part, self.lora, bare)
-        return replace(self, model=part, divided_already=True)
+        return replace(self, model=shard_model(self.model, self), divided_already=True)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.
@@ -339,12 +229,39 @@ class Workload(Mesh, Framework):
     def _works(self) -> tuple[BlockWork, ...]:
         shared: dict[tuple[int, bool], tuple[Compute, Compute]] = {}
         works = []
-        for kind, block in zip(kinds(self.model), self.model.blocks, strict=True):
-            key = kind, self.repeats(block)
-            if key not in shared:
-                shared[key] = self._passes(block)
-            works.append(BlockWork(block, *shared[key]))
+        for block, executed, kind in self.executed:
+            if kind not in shared:
+                shared[kind] = self._passes(executed, trains=kind[0] >= self.model.first_trained)
+            works.append(BlockWork(block, *shared[kind]))
         return tuple(works)
+
+    @cached_property
+    def executed(self) -> tuple[tuple[Block, Block, tuple[int, bool]], ...]:
+        """Every block, its operators as they are executed, and which of them are alike."""
+        made: dict[tuple[int, bool], Block] = {}
+        rows = []
+        for kind, block in zip(kinds(self.model), self.model.blocks, strict=True):
+            alike = kind, self.repeats(block)
+            if alike not in made:
+                made[alike] = self.rerun.marked(self._as_framework_does(block))
+            rows.append((block, made[alike], alike))
+        return tuple(rows)
+
+    def _as_framework_does(self, block: Block) -> Block:
+        """Its operators with the kernels and the types that they run with."""
+        narrow = NARROW[self.narrow] if self.narrow and not block.logits else None
+
+        def changed(op: AnyOperator) -> AnyOperator:
+            match op:
+                case Product(wide=False) if narrow:
+                    return replace(op, narrow=narrow, cast_steps=self.cast_steps)
+                case Attention(softmax=True):
+                    return replace(op, fused=self.attention == "flash")
+                case CrossEntropy():
+                    return replace(op, eager=self.loss == "eager")
+            return op
+
+        return replace(block, operators=tuple(map(changed, block.operators)))
 
     @cached_property
     def again(self) -> Recomputation:
@@ -352,49 +269,36 @@ class Workload(Mesh, Framework):
         return recomputation(self.recompute)
 
     @cached_property
-    def _every(self) -> frozenset[str]:
-        """The names of the layers that full recomputation of a part makes again."""
+    def rerun(self) -> Rerun:
+        """How blocks run again."""
         every = self.again.every
-        return frozenset(block.name for block in layers(self.model.blocks)[every - 1 :: every])
+        names = frozenset(block.name for block in layers(self.model.blocks)[every - 1 :: every])
+        stops = self.checkpointing == "non_reentrant"
+        return Rerun(self.again, names, stops, self.selective == "products")
 
     def repeats(self, block: Block) -> bool:
         """Whether a backward pass begins with the block's forward pass."""
-        if self.again.kind != "full" or (block.adapters and block.adapters.first):
-            return False
-        if self.again.every > 1:
-            return block.name in self._every
-        return self.checkpointing == "reentrant" or bool(block.boundary_bytes and not block.logits)
+        return self.rerun.whole(block) and block.name not in self._untrained
 
-    def repeats_attention(self, block: Block) -> bool:
-        """Whether a backward pass computes softmax attention again, from its operands."""
-        if block.scores is None:
-            return False
-        eager = self.again.kind == "selective" and self.attention == "eager"
-        return self.again.of("attention") or (eager and self.selective == "scores")
+    @cached_property
+    def _untrained(self) -> frozenset[str]:
+        """The names of the blocks that no gradient reaches."""
+        return frozenset(block.name for block in self.model.blocks[: self.model.first_trained])
 
-    def repeats_mlp(self, block: Block) -> bool:
-        """Whether a backward pass computes the block's MLP, or experts, again."""
-        return self.again.of("mlp") and block.operators is not None
+    @property
+    def repeats_some(self) -> bool:
+        """Whether selective recomputation is other than none."""
+        return any(
+            self.rerun.every_second(block) or any(map(self.rerun.of, block.of(Attention)))
+            for _, block, _ in self.executed
+        )
 
-    def repeats_products(self, block: Block) -> bool:
-        """Whether a backward pass begins with all but attention and every second product."""
-        wanted = self.again.kind == "selective" and self.selective == "products"
-        return wanted and bool(block.boundary_bytes and block.products and not block.logits)
-
-    def fuses(self, block: Block) -> bool:
-        """Whether the block's attention is one kernel."""
-        return self.attention == "flash" and block.scores is not None
-
-    def _passes(self, block: Block) -> tuple[Compute, Compute]:
+    def _passes(self, block: Block, *, trains: bool) -> tuple[Compute, Compute]:
         """A backward pass moves twice as much as a forward one, but frozen weights once."""
-        flops = block.flops * self.micro_batch
-        spared = block.adapters.spared * self.micro_batch if block.adapters else 0.0
-        frozen = (block.parameters - block.trained) * self.precision.bytes if flops else 0.0
-        repeated = self._repeated_flops(block) * self.micro_batch
-        weights = (
-            block.parameters * self.precision.bytes if flops else 0.0
-        )  # a look-up reads only rows
-        traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
+        flops, width = block.flops * self.micro_batch, self.precision.bytes
+        frozen = (block.parameters - block.trained) * width if flops else 0.0
+        weights = block.parameters * width if flops else 0.0  # a look-up reads only rows
+        traffic = weights + self._written(block) * width * self.micro_batch
         forward = Compute(
             "forward",
             flops,
@@ -402,179 +306,78 @@ class Workload(Mesh, Framework):
             self._kernels(block, 1),
             exchanges=self._exchanges(block, "forward"),
         )
-        if block.adapters and block.adapters.first:
+        if not trains:
             return forward, Compute("backward", 0.0, kernels=Kernels((), 0, 0.0))
+        repeated = sum(op.flops * op.again.flops for op in block.operators)
+        runs = any(op.again.kernels for op in _working(block))
+        again: tuple[Pass, ...] = ("recompute",) if runs else ()
         return forward, Compute(
             "backward",
-            2 * flops - spared + repeated,
+            (backward_flops(block) + repeated) * self.micro_batch,
             2 * traffic - frozen,
-            self._kernels(block, 2, again=self.repeats(block)),
-            exchanges=self._exchanges(block, *self._again(block), "backward"),
+            self._kernels(block, 2, again=True),
+            exchanges=self._exchanges(block, *again, "backward"),
         )
 
-    def _again(self, block: Block) -> list[Pass]:
-        """What a backward pass begins with, in turn."""
-        needed: dict[Pass, bool] = {
-            "recompute": self.repeats(block),
-            "products": self.repeats_products(block),
-            "mlp": self.repeats_mlp(block),
-            "attention": self.repeats_attention(block),
-        }
-        return [name for name, holds in needed.items() if holds]
-
-    @property
-    def repeats_some(self) -> bool:
-        """Whether selective recomputation is other than none."""
-        return any(self.repeats_products(b) or self.repeats_attention(b) for b in self.model.blocks)
-
-    def _repeated_flops(self, block: Block) -> Flops:
-        """Of a sample: those that a backward pass computes again, as published figures count."""
-        if self.again.kind == "full":
-            return block.flops if self.again.every == 1 or self.repeats(block) else 0.0
-        mixing = block.scores.flops if block.scores else 0.0
-        if self.repeats_products(block):
-            return _SECOND * (block.flops - mixing)
-        repeated = mixing if self.repeats_attention(block) else 0.0
-        if block.operators and self.repeats_mlp(block):
-            repeated += product_flops(block.products[-block.operators.products :])
-            repeated += product_flops(block.adapters.of_mlp) if block.adapters else 0.0
-        return repeated
-
-    def _written(self, block: Block) -> Bytes:
-        """What a forward pass writes and reads but for scores, in a 2-byte type, of one sample."""
-        kept = block.activation_bytes + block.passing_bytes
-        return kept + _LOSS_WRITTEN[self.loss] * block.logits
+    def _written(self, block: Block) -> float:
+        """Elements of a sample that a forward pass moves beside products, but for scores."""
+        eager = (op for op in block.of(Attention) if not op.fused)
+        return sum(op.rows * op.traffic for op in block.operators) - sum(
+            2 * op.scores for op in eager
+        )
 
     def _kernels(self, block: Block, passes: int, *, again: bool = False) -> Kernels | None:
-        """What a forward (1), a backward (2) or no pass (0) launches, and a repeated one before it.
+        """What a forward (1), a backward (2) or no pass (0) launches, and what runs `again` before.
 
-        Elementwise kernels write every activation that is kept, attention scores included, and
-        read it again. Autograd runs one node for every operation of the forward pass, so a
-        backward pass issues as many as a forward pass, each twice as much work.
+        Autograd runs one node for every operation of the forward pass, so a backward pass issues as
+        many as a forward pass, each twice as much work.
         """
-        if not block.calls:
+        if not any(op.calls for op in block.operators):
             return None
-        often = passes + again
-        mixing = passes > 1 and self.repeats_attention(block)
-        second = passes > 1 and self.repeats_products(block)
-        moved, calls = self._operators(block) if passes > 1 else (0.0, 0)
-        times = self._times(block, passes, again=again)
-        fused = block.scores if self.fuses(block) else None
-        kept = (often + second) * self._written(block) + moved
-        if block.scores and not fused:
-            kept += (often + mixing) * block.scores.bytes
-        width = self.precision.bytes
-        products = [
-            self._product(block, matmul).times(count)
-            for matmul, count in zip(block.products, times, strict=True)
-            if count and not (fused and matmul.count)
-        ]
-        around = 0.0
-        if block.adapters:
-            more, around = self._of_adapters(block, passes, again + _SECOND * second)
-            products += more
+        width, samples = self.precision.bytes, self.micro_batch
+        products: list[Gemm] = []
+        fused: list[FusedAttention] = []
+        moved = exact = casts = 0.0
+        calls = 0
+        for op in block.operators:
+            repeated = op.again.kernels if again else 0.0
+            runs = again and math.ceil(op.again.flops)
+            moved += op.rows * (passes * op.traffic + (op.again.moved if again else 0.0))
+            calls += bool(passes) * op.calls + (op.again.calls if again else 0)
+            if isinstance(op, Product):
+                often = passes - (op.frozen and passes == _BOTH) + repeated
+                if often:
+                    products.append(op.gemm(samples, width).times(often))
+                casts += self._cast(op, passes, runs=runs)
+            elif isinstance(op, Attention) and op.fused:
+                fused.append(op.kernel(samples, width, passes, repeated))
+            elif isinstance(op, Attention):
+                often = passes + repeated
+                products += [gemm.times(often) for gemm in op.gemms(samples, width) if often]
+            forward, backward = op.exact
+            exact += op.rows * (((passes == 1) + runs) * forward + (passes == _BOTH) * backward)
         return Kernels(
             tuple(products),
-            (bool(passes) + again + second) * block.calls + calls,
-            kept * width * self.micro_batch,
+            calls,
+            moved * width * samples,
             bool(block.logits),
-            self._fused(fused, passes, again + mixing) if fused else None,
-            self._cast(block, passes, again or second),
-            around,
+            reduce(FusedAttention.then, fused) if fused else None,
+            casts,
+            exact * width * samples,
         )
 
-    def _of_adapters(self, block: Block, passes: int, again: float) -> tuple[list[Gemm], Bytes]:
-        """Their products, and the traffic of kernels around these, as in `_kernels`.
-
-        The last product of a layer is that of an adapter: one that stops early does not repeat it.
-        """
-        adapters, width = block.adapters, self.precision.bytes
-        assert adapters
-        in_mlp = adapters.mlp if passes == _BOTH and self.repeats_mlp(block) else 0
-        repeats = [again] * (len(adapters.pairs) - in_mlp) + [again + 1] * in_mlp
-        times = [passes + repeated for repeated in repeats for _ in range(2)]
-        stops = self.repeats(block) or in_mlp
-        if stops and self.checkpointing == "non_reentrant":
-            times[-1:] = [float(passes)] * len(times[-1:])
-        outputs, inputs = BACKWARD_MOVES if passes == _BOTH else (0, 0)
-        moved = sum(
-            down.rows
-            * (
-                (((passes == 1) + math.ceil(repeated)) * FORWARD_MOVES + outputs) * up.columns
-                + inputs * down.inner
-            )
-            for (down, up), repeated in zip(adapters.pairs, repeats, strict=True)
-        )
-        products = [product for pair in adapters.pairs for product in pair]
-        made = [
-            product.product(self.micro_batch, width).times(count)
-            for product, count in zip(products, times, strict=True)
-            if count
-        ]
-        return made, moved * self.micro_batch * width
-
-    def _times(self, block: Block, passes: int, *, again: bool) -> list[float]:
-        """How often a pass computes each product of a block."""
-        back = passes > 1
-        frozen = passes - 1 if block.adapters and passes else 0  # no gradients of weights
-        if back and self.repeats_products(block):
-            return [passes if m.count else passes - frozen + _SECOND for m in block.products]
-        often = passes + again
-        scores = often + (back and self.repeats_attention(block))
-        times: list[float] = [
-            scores if matmul.count else often - frozen for matmul in block.products
-        ]
-        if block.operators and back and self.repeats_mlp(block):
-            count = block.operators.products
-            times[-count:] = [often - frozen + 1] * count
-        adapted = block.adapters and block.adapters.pairs  # then its last adapter comes later
-        if self.checkpointing == "non_reentrant" and not adapted:
-            times[-1:] = [passes - frozen] * len(times[-1:])
-        return times
-
-    def _operators(self, block: Block) -> tuple[float, int]:
-        """What operators that are made again write and read, as `_written` counts, and calls.
-
-        What attention writes are its scores, and it is no further operation to speak of.
-        """
-        operators, again = block.operators, self.again
-        if operators is None or not again.operators:
-            return 0.0, 0
-        moved, calls = 0.0, 0
-        if again.of("norms"):
-            moved, calls = operators.norms, operators.norm_calls
-        if again.of("mlp"):
-            return moved + operators.mlp + block.passing_bytes, calls + operators.mlp_calls
-        if again.of("activation"):
-            return moved + operators.activation_moved, calls + 1
-        return moved, calls
-
-    def _casts(self, block: Block, matmul: MatMul) -> bool:
-        """Whether the operands of a product are of a narrow type: those of weights in layers."""
-        return bool(self.narrow) and not (matmul.count or matmul.exact or block.logits)
-
-    def _product(self, block: Block, matmul: MatMul) -> Gemm:
-        made = matmul.product(self.micro_batch, self.precision.bytes)
-        if self.narrow is None or not self._casts(block, matmul):
-            return made
-        kind = NARROW[self.narrow]
-        return replace(made, width=kind.bytes, narrow=kind.peak, result=self.precision.bytes)
-
-    def _cast(self, block: Block, passes: int, again: bool) -> Bytes:  # noqa: FBT001
+    def _cast(self, op: Product, passes: int, *, runs: int) -> Bytes:
         """Traffic of casts: inputs and weights in a forward pass, gradients in a backward one."""
-        if self.narrow is None:
+        kind = op.narrow
+        if kind is None:
             return 0.0
-        kind, elements = NARROW[self.narrow], 0.0
-        mlp = block.operators.products if block.operators and self.repeats_mlp(block) else 0
-        for index, product in enumerate(block.products):
-            repeated = again or (passes == _BOTH and index >= len(block.products) - mlp)
-            if self._casts(block, product):
-                made = product.product(self.micro_batch, 1.0)
-                rows = made.rows * made.batch
-                weights = made.batch * made.inner * made.columns / self.cast_steps
-                elements += ((passes == 1) + repeated) * rows * made.inner
-                elements += weights if passes == 1 else 0.0
-                elements += rows * made.columns if passes == _BOTH else 0
+        made = op.gemm(self.micro_batch, 1.0)
+        rows = made.rows * made.batch
+        elements = float(((passes == 1) + runs) * rows * made.inner)
+        if passes == 1:
+            elements += made.batch * made.inner * made.columns / op.cast_steps
+        elif passes == _BOTH:
+            elements += rows * made.columns
         return elements * (kind.reads * self.precision.bytes + _LAYOUTS * kind.bytes)
 
     @property
@@ -582,83 +385,121 @@ class Workload(Mesh, Framework):
         """The peak, in files of GPUs, of most of its products."""
         return NARROW[self.narrow].peak if self.narrow else str(self.precision)
 
-    def _fused(self, scores: AttentionScores, passes: int, again: int) -> FusedAttention:
-        """Attention as one kernel: it reads queries, keys and values, and writes its output.
-
-        A backward pass reads the gradient of its output, too, and writes three: twice as much.
-        """
-        flops = scores.flops * self.micro_batch * (0.5 if scores.causal else 1.0)
-        moved = scores.moved * self.micro_batch * self.precision.bytes
-        back = passes > 1
-        return FusedAttention(
-            flops * (again + (not back) * passes),
-            moved * (passes + again),
-            scores.seen,
-            flops * FLASH_BACKWARD * back,
-        )
-
     def recomputed(self, work: BlockWork) -> tuple[Compute, Compute]:
         """A backward pass with full recomputation in two: the forward pass again, then the rest."""
         forward, whole = work.forward, work.backward
+        block = next(made for block, made, _ in self.executed if block is work.block)
         return (
             replace(
                 forward,
                 kernel="recompute",
-                kernels=self._kernels(work.block, 0, again=True),
-                exchanges=self._exchanges(work.block, "recompute"),
+                kernels=self._kernels(block, 0, again=True),
+                exchanges=self._exchanges(block, "recompute"),
             ),
             Compute(
                 "backward",
                 whole.flops - forward.flops,
                 whole.memory_bytes,
-                self._kernels(work.block, 2),
-                exchanges=self._exchanges(work.block, "backward"),
+                self._kernels(block, 2),
+                exchanges=self._exchanges(block, "backward"),
             ),
         )
 
     def _exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
-        early = self.checkpointing == "non_reentrant"
-        exchanges = tensor_parallel_collectives(
-            block.division,
-            passes,
-            self.micro_batch,
-            self.precision,
-            early,
-            self.overlap_tensor,
-            self.keep_gathered,
-        )
-        if block.context:
-            along = self._along(block.context, passes)
-            exchanges = (exchanges or TensorParallelCollectives()).then(along)
-        if block.adapters and block.adapters.summed and "backward" in passes:
-            group, elements = tensor(self.tp), block.adapters.summed
-            sums = Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, group)
-            exchanges = (exchanges or TensorParallelCollectives()).then(
-                TensorParallelCollectives(behind=(sums,))
-            )
-        if block.routing is None:
-            return exchanges
-        tokens = self._to_experts(block.routing, passes, early)
-        return (exchanges or TensorParallelCollectives()).then(tokens)
+        """What tensor-, context- and expert-parallel ranks exchange in passes, one after another.
 
-    def _along(self, context: ContextExchange, passes: Sequence[Pass]) -> TensorParallelCollectives:
+        All of one kind come before the next kind.
+        """
+        kinds_made: list[TensorParallelCollectives] = []
+        of_tensors = any(op.ranks > 1 for op in block.of(TensorExchange))
+        if of_tensors:
+            made = [self._of_tensors(block, direction) for direction in passes]
+            kinds_made.append(reduce(TensorParallelCollectives.then, made))
+        kinds_made += [self._along(op, passes) for op in block.of(Attention) if op.ranks > 1]
+        if self.tp > 1 and "backward" in passes and (elements := summed(block)):
+            group = tensor(self.tp)
+            sums = Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, group)
+            kinds_made.append(TensorParallelCollectives(behind=(sums,)))
+        if any(op.ranks > 1 for op in block.of(ExpertExchange)):
+            kinds_made.append(self._to_experts(block, passes))
+        if not kinds_made:
+            return None
+        first = kinds_made if of_tensors else [TensorParallelCollectives(), *kinds_made]
+        return reduce(TensorParallelCollectives.then, first)
+
+    def _of_tensors(self, block: Block, which: Pass) -> TensorParallelCollectives:
+        """Of one pass: inputs gathered and outputs summed; a backward pass the other way round.
+
+        With `overlap_tensor` products work on parts of their operands while others are exchanged.
+        With `keep_gathered` a backward pass finds the operands of products as they were gathered.
+        """
+        wanted = [op for op in block.of(TensorExchange) if which != "recompute" or op.again.kernels]
+        inputs, outputs = ([op for op in wanted if op.side == side] for side in ("input", "output"))
+        if which == "backward":
+            inputs, outputs = outputs, inputs
+        loss = () if which == "backward" else self._of_loss(block, again=which == "recompute")
+        if not any(op.sequence for op in block.of(TensorExchange)):
+            made = TensorParallelCollectives(behind=self._all(Kind.ALL_REDUCE, outputs))
+        else:
+            gathered = self._all(Kind.ALL_GATHER, outputs) if which == "backward" else ()
+            made = TensorParallelCollectives(
+                self._all(Kind.ALL_GATHER, inputs),
+                () if self.keep_gathered else gathered,
+                self._all(Kind.REDUCE_SCATTER, outputs),
+            )
+        if self.overlap_tensor:
+            beside = (*made.before, *made.beside, *made.behind)
+            made = TensorParallelCollectives(beside=beside)
+        return replace(made, behind=(*made.behind, *loss))
+
+    def _all(self, kind: Kind, ops: Sequence[TensorExchange]) -> tuple[Collective, ...]:
+        return tuple(
+            Collective(
+                kind,
+                "activations",
+                self.micro_batch * op.rows * op.width,
+                self.precision,
+                tensor(op.ranks),
+            )
+            for op in ops
+        )
+
+    def _of_loss(self, block: Block, *, again: bool) -> tuple[Collective, ...]:
+        """The sums over a divided vocabulary."""
+        rows = [
+            op.rows
+            for op in block.of(CrossEntropy)
+            if op.ranks > 1 and (op.again.kernels or not again)
+        ]
+        return tuple(
+            Collective(
+                Kind.ALL_REDUCE, "loss", self.micro_batch * count, DType.FP32, tensor(self.tp)
+            )
+            for count in rows
+            for _ in range(_LOSS_SUMS)
+        )
+
+    def _along(self, op: Attention, passes: Sequence[Pass]) -> TensorParallelCollectives:
         """Keys and values to all ranks of a sequence, and the sums of their gradients back.
 
         A ring sends the same beside the scores. All-to-alls give each rank some heads of all
         tokens instead, before attention and behind it.
+
+        Sources: Liu et al. 2023, Ring Attention, arXiv 2310.01889; Jacobs et al. 2023, DeepSpeed
+        Ulysses, arXiv 2309.14509; all-gathers: Llama 3, arXiv 2407.21783, section 3.3.2.
         """
-        group = Group("context", context.ranks, self.tp)
-        keys, queries = (self.micro_batch * n for n in (context.keys, context.queries))
+        group = Group("context", op.ranks, self.tp)
+        keys, queries = (self.micro_batch * n for n in op.exchanged)
 
         def make(kind: Kind, elements: int) -> Collective:
             return Collective(kind, "context", elements, self.precision, group)
 
         made: list[Collective] = []
         for direction in passes:
-            if direction in {"products", "mlp"}:  # what attention gave is kept
+            if direction == "recompute" and not op.again.kernels:  # what it gave is kept
                 continue
             if self.context == "all_to_all":
-                elements = keys // context.ranks + queries
+                elements = keys // op.ranks + queries
                 made += [make(Kind.ALL_TO_ALL, elements), make(Kind.ALL_TO_ALL, queries)]
                 continue
             made.append(make(Kind.ALL_GATHER, keys))
@@ -668,38 +509,31 @@ class Workload(Mesh, Framework):
             return TensorParallelCollectives(beside=tuple(made))
         return TensorParallelCollectives(behind=tuple(made))
 
-    def _to_experts(
-        self,
-        routing: Routing,
-        passes: Sequence[Pass],
-        stops_early: bool,  # noqa: FBT001
-    ) -> TensorParallelCollectives:
-        """Tokens to experts and back: twice in a pass, and in one that is run again.
+    def _to_experts(self, block: Block, passes: Sequence[Pass]) -> TensorParallelCollectives:
+        """Tokens to experts and back, twice in a pass, and in one that runs again.
 
-        One that `stops_early` needs no result of the last product. What a pass repeats by products,
-        or of attention, finds the exchanged tokens: all-to-alls are kept.
+        What a pass repeats by products, or of attention, finds the exchanged tokens.
         """
-        repeated = 1 if stops_early else 2
-        times = {"forward": 2, "backward": 2, "recompute": repeated, "mlp": repeated}
-        elements = self.micro_batch * routing.elements
         by_node = self.experts_all_to_all == "hierarchical"
-        there = replace(routing.tokens, by_node=by_node)
-
-        def make(routed: TokenRouting) -> Collective:
-            return Collective(
-                Kind.ALL_TO_ALL,
-                "tokens",
-                elements,
-                self.precision,
-                experts(routing.ranks),
-                routed=None if routed.even else routed,
-            )
-
-        both = make(there), make(replace(there, back=True))
-        made = tuple(exchange for name in passes for exchange in both[: times.get(name, 0)])
+        made: list[Collective] = []
+        for direction in passes:
+            for op in block.of(ExpertExchange):
+                if direction == "recompute" and not op.again.kernels:
+                    continue
+                routed = replace(op.tokens, by_node=by_node, back=op.back)
+                made.append(
+                    Collective(
+                        Kind.ALL_TO_ALL,
+                        "tokens",
+                        self.micro_batch * op.elements_sent,
+                        self.precision,
+                        experts(op.ranks),
+                        routed=None if routed.even else routed,
+                    )
+                )
         if self.overlap_experts:
-            return TensorParallelCollectives(beside=made)
-        return TensorParallelCollectives(behind=made)
+            return TensorParallelCollectives(beside=tuple(made))
+        return TensorParallelCollectives(behind=tuple(made))
 
     @property
     def hardware_flops_per_sample(self) -> Flops:
@@ -735,3 +569,8 @@ class Workload(Mesh, Framework):
         return Compute(
             "optimizer", 12.0 * elements, elements * (2 * self.precision.bytes + 2 * state)
         )
+
+
+def _working(block: Block) -> Iterator[AnyOperator]:
+    """The operators that compute or exchange something, beside those of single rows."""
+    return (op for op in block.operators if isinstance(op, Product | Attention | TensorExchange))

@@ -436,7 +436,7 @@ class StepBound:
             for start, end in parts[stage :: self._work.pp]:
                 of_chunk = [0.0] * len(plain)
                 for block in range(start, end):
-                    inside = bool(blocks[block].boundary_bytes) and not blocks[block].logits
+                    inside = blocks[block].is_layer
                     layer += inside
                     taken = again if inside and layer % every == 0 else plain
                     for index, column in enumerate(taken):

@@ -13,7 +13,7 @@ import numpy as np
 from co2sim.common.errors import OptionError
 from co2sim.common.units import duration, scaled
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.workload import Model
+from co2sim.models.operators import Model
 from co2sim.schedule.schedule import DType
 
 Ranges: TypeAlias = Mapping[str, tuple[float, float]]

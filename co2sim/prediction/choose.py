@@ -24,7 +24,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds
 from co2sim.models.framework import Recompute
-from co2sim.models.workload import MAX_SAMPLES, Model
+from co2sim.models.operators import Model
+from co2sim.models.workload import MAX_SAMPLES
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import Job, with_short_rounds
 from co2sim.prediction.notes import BATCH_OF, FASTEST

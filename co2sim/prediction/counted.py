@@ -11,7 +11,8 @@ from co2sim.catalog import load_failures
 from co2sim.common.units import Seconds, timespan
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import Failures
-from co2sim.models.workload import Model, Optimizer
+from co2sim.models.operators import Model
+from co2sim.models.workload import Optimizer
 from co2sim.prediction.goodput import Goodput, Shares, goodput_where, trained_of
 from co2sim.prediction.result import Result
 

@@ -12,8 +12,8 @@ from co2sim.common.errors import Co2simError, OptionError, nearest
 from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
+from co2sim.models.operators import Model
 from co2sim.models.stack import Setting
-from co2sim.models.workload import Model
 from co2sim.prediction.choose import choose, choose_batch, even
 from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (

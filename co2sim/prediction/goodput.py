@@ -14,7 +14,8 @@ from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import above, at_least, whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS, READ_PER_NODE, WRITE_PER_NODE, Failures
-from co2sim.models.workload import OPTIMIZER_BYTES, Model, Optimizer
+from co2sim.models.operators import Model
+from co2sim.models.workload import OPTIMIZER_BYTES, Optimizer
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import Strategy, parse

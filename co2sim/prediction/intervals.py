@@ -27,8 +27,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.common.units import counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
+from co2sim.models.operators import Model
 from co2sim.models.stack import Setting, plain_name
-from co2sim.models.workload import Model
 from co2sim.prediction.calibrations import (
     Calibration,
     calibrations,

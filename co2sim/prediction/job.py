@@ -17,11 +17,11 @@ from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.blocks import Block
 from co2sim.models.framework import Recompute, check_applies
 from co2sim.models.memory import activations, overhead
+from co2sim.models.operators import Block, Model
 from co2sim.models.stack import UNNAMED, Setting, Stack
-from co2sim.models.workload import Model, Workload
+from co2sim.models.workload import Workload
 from co2sim.schedule.exchanges import apply_tensor_parallelism
 from co2sim.schedule.mesh import Mesh, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
@@ -263,7 +263,7 @@ def chunks_of(share: Workload, stage: int) -> list[list[Block]]:
     """The blocks of each chunk of a stage. Raises OptionError for a model without layers."""
     model, stages = share.model, share.pp
     first, layers, last = model.blocks[0], model.blocks[1:-1], model.blocks[-1]
-    if not layers or not all(block.boundary_bytes for block in layers):
+    if not layers or not all(block.boundary for block in layers):
         raise OptionError(
             f"pp={stages} does not apply to {model.name}: its blocks have no input sizes"
         )
@@ -275,8 +275,7 @@ def chunks_of(share: Workload, stage: int) -> list[list[Block]]:
     if stage == 0:
         chunks[0] = [first, *chunks[0]]
     if stage == stages - 1:
-        shared = (last.tied,) if last.tied else ()
-        chunks[-1] = [*chunks[-1], replace(last, tensors=(*last.tensors, *shared), tied=0)]
+        chunks[-1] = [*chunks[-1], last.untied()]
     return chunks
 
 
@@ -286,7 +285,7 @@ def stage_of(work: Workload, stage: int) -> Workload:
         return work
     share = work.share
     blocks = [block for part in chunks_of(share, stage) for block in part]
-    return replace(share, model=replace(share.model, blocks=tuple(blocks), shape=None))
+    return replace(share, model=replace(share.model, blocks=tuple(blocks)))
 
 
 _Scheduled: TypeAlias = tuple[str, Strategy, Workload, Model, Layout]

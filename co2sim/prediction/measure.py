@@ -409,8 +409,8 @@ def sent_on(work: Workload) -> Sent:
     Source: the scatter/gather optimization of Narayanan et al. 2021, arXiv 2104.04473, section 4.1.
     With a divided sequence each has only its part in any case.
     """
-    edge = work.share.model.blocks[1].boundary_bytes
-    size = edge * work.micro_batch * work.precision.bytes / 2
+    edge = work.share.model.blocks[1].boundary
+    size = edge * work.micro_batch * work.precision.bytes
     if work.tp == 1 or work.sequence_parallel:
         return Sent(size, None)
     elements = round(size / work.precision.bytes)

@@ -10,8 +10,8 @@ from itertools import pairwise
 from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.models.blocks import Block
 from co2sim.models.memory import host_memory
+from co2sim.models.operators import Attention, Block
 from co2sim.models.workload import Workload
 from co2sim.prediction.intervals import (
     CONTEXT_ERROR,
@@ -151,11 +151,15 @@ def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
     return facts
 
 
+def _has_scores(blocks: Sequence[Block]) -> bool:
+    return any(op.softmax for block in blocks for op in block.of(Attention))
+
+
 def _unknown_attention(gpu: GPU, job: Workload) -> list[Fact]:
     """Flash attention where the speed of its kernels is not known."""
     if not gpu.kernels or gpu.kernels.attention_efficiency is not None:
         return []
-    if not any(job.fuses(block) for block in job.model.blocks):
+    if job.attention != "flash" or not _has_scores(job.model.blocks):
         return []
     why = "no speed of flash attention is known for these kernels: that of other products is taken"
     value = str(gpu.kernels.gemm_efficiency)
@@ -275,7 +279,8 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
     cluster, work, noise = job.stage_cluster, job.workload, job.options.noise
     blocks = work.share.model.blocks
     plain = cluster.gpu.kernels is None
-    scores, logits = any(block.scores for block in blocks), any(block.logits for block in blocks)
+    scores = _has_scores(blocks)
+    logits = any(block.logits for block in blocks)
     even = not (cluster.interference or cluster.node_spread or cluster.step_spread)
     uneven_by_hand = noise.jitter or noise.straggle
     experts = job.model.active_parameters < job.model.parameters

@@ -34,16 +34,9 @@ from co2sim.models.framework import (
     check_applies,
     recomputation,
 )
+from co2sim.models.operators import NARROW, Model
 from co2sim.models.stack import UNNAMED, Runs, Stack, needs_of
-from co2sim.models.workload import (
-    MAX_RANK,
-    NARROW,
-    Model,
-    Narrow,
-    Offload,
-    Optimizer,
-    Workload,
-)
+from co2sim.models.workload import MAX_RANK, Narrow, Offload, Optimizer, Workload
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType

@@ -19,7 +19,7 @@ from co2sim.common import convert
 from co2sim.common.errors import OptionError
 from co2sim.common.units import FlopsPerSecond
 from co2sim.hardware.cluster import GPU
-from co2sim.models.workload import Model
+from co2sim.models.operators import Model
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Project
 

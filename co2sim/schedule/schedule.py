@@ -272,6 +272,17 @@ class FusedAttention:
             self.flops * factor, self.bytes * factor, self.length, self.backward * factor
         )
 
+    def then(self, other: "FusedAttention") -> "FusedAttention":
+        """Two kernels as one, over sequences as long as those of the larger one on average."""
+        mine, others = self.flops + self.backward, other.flops + other.backward
+        length = (mine * self.length + others * other.length) / (mine + others or 1)
+        return FusedAttention(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            round(length) or self.length,
+            self.backward + other.backward,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
-from co2sim.models.workload import Block, BlockWork, Workload
+from co2sim.models.operators import Block
+from co2sim.models.workload import BlockWork, Workload
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,

@@ -9,7 +9,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.resources import require_memory
 from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
-from co2sim.models.workload import Block, Workload
+from co2sim.models.operators import Block
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     SCALE_BYTES,
     After,

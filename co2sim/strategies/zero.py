@@ -7,7 +7,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.common.validation import at_least
 from co2sim.models.memory import model_states
-from co2sim.models.workload import Block, Workload
+from co2sim.models.operators import Block
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (

@@ -14,8 +14,8 @@ from co2sim.common.units import parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
+from co2sim.models.operators import Model
 from co2sim.models.stack import UNNAMED, Stack
-from co2sim.models.workload import Model
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
 from co2sim.prediction.job import Job, Stage, fullest, of_one_sample
@@ -179,7 +179,7 @@ def _powers_up_to(most: int) -> tuple[int, ...]:
 def _lines_up(model: Model) -> bool:
     """Whether stages can have parts of it: its layers have inputs."""
     layers = model.blocks[1:-1]
-    return bool(layers) and all(block.boundary_bytes for block in layers)
+    return bool(layers) and all(block.boundary for block in layers)
 
 
 def _even(layers: int, parts: int) -> bool:

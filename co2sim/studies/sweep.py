@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from co2sim.common.convert import Count, Number, Reference, number, shown
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.workload import Model
+from co2sim.models.operators import Model
 from co2sim.prediction.driver import make_case
 from co2sim.prediction.question import JobOptions, Options, Question
 from co2sim.prediction.step_factors import NO_GOAL, Goal

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from co2sim import strategies
-from co2sim.models.architecture import Experts, Transformer, language_model
-from co2sim.models.workload import Model, Workload
+from co2sim.models.operators import Model
+from co2sim.models.transformer import Experts, Transformer, language_model
+from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Layout, Schedule
 

@@ -10,8 +10,8 @@ from typing import Any
 from co2sim import Question, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
-from co2sim.models.blocks import MatMul
-from co2sim.models.workload import AttentionScores, Block, Model, Workload
+from co2sim.models.operators import AttentionScores, Block, MatMul, Model
+from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.simulation.trace import Span, Trace

@@ -399,7 +399,7 @@ def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, 
             strategies[text] = inner  # as it is given to --strategy without quotes
     eager = work.attention == "eager"
     recomputes = ["selective"] if eager and work.recompute == "none" else []
-    if work.recompute != "full" and any(block.boundary_bytes for block in work.model.blocks):
+    if work.recompute != "full" and any(block.boundary for block in work.model.blocks):
         recomputes.append("full")
     halves = [work.micro_batch >> times for times in range(1, work.micro_batch.bit_length())]
     larger = [gpus << times for times in range(1, _DOUBLINGS + 1)]

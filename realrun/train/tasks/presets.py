@@ -5,8 +5,8 @@ Needs no torch: a prediction of `realrun train` uses the same numbers as the tra
 
 from dataclasses import dataclass
 
-from co2sim.models.architecture import Transformer, language_model
-from co2sim.models.workload import Model
+from co2sim.models.operators import Model
+from co2sim.models.transformer import Transformer, language_model
 
 VOCABULARY = 98
 """95 printable ASCII characters, newline, tab, and one that stands for all others."""

@@ -10,8 +10,8 @@ from co2sim import Question
 from co2sim.catalog import load_stack, names
 from co2sim.common.errors import Co2simError
 from co2sim.models.framework import OPERATORS
+from co2sim.models.operators import NARROW
 from co2sim.models.stack import Stack
-from co2sim.models.workload import NARROW
 from co2sim.prediction.choose import choose
 from co2sim.prediction.driver import run
 from co2sim.schedule.mesh import Mesh

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from small_gpt import small
 
 from co2sim.catalog import load_model
-from co2sim.models.architecture import (
+from co2sim.models.transformer import (
     Experts,
     LatentAttention,
     Transformer,

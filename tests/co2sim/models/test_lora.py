@@ -13,8 +13,8 @@ from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.failures import Failures
-from co2sim.models.architecture import Experts, LatentAttention, Transformer, language_model
 from co2sim.models.memory import activations
+from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.job import schedule_of

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from analysis.published.runs import papers
 from co2sim import strategies
-from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations, allocated, overhead
-from co2sim.models.workload import Block, Model, Workload
+from co2sim.models.operators import Block, Model
+from co2sim.models.transformer import Transformer, language_model
+from co2sim.models.workload import Workload
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import NODE, PEERS, WORLD, DType, Layout
 

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster, load_model, load_stack
-from co2sim.models.architecture import Experts, Transformer, language_model
 from co2sim.models.framework import OPERATORS, recomputation
 from co2sim.models.memory import activations
-from co2sim.models.workload import Model, Workload
+from co2sim.models.operators import Model
+from co2sim.models.transformer import Experts, Transformer, language_model
+from co2sim.models.workload import Workload
 from co2sim.prediction.job import stage_of
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Kernels, Kind

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from co2sim import OptionError, simulate
 from co2sim.catalog import DEFAULT_STACK, load_model, load_stack
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.transformer import Transformer, language_model
 from co2sim.prediction.choose import (
     HEADROOM,
     RECOMPUTES,

@@ -14,7 +14,7 @@ from one_sample import simulate
 
 from co2sim import Co2simError, Question
 from co2sim.hardware.cluster import Link
-from co2sim.models.architecture import Transformer, language_model
+from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction import predict as module
 from co2sim.prediction.job import stage_of

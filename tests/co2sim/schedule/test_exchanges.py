@@ -16,8 +16,8 @@ from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.architecture import Transformer, language_model
 from co2sim.models.memory import activations
+from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
 from co2sim.schedule.schedule import WORLD, Group, Kind, Layout, tensor

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.hardware.cluster import KernelTimes
-from co2sim.models.architecture import Transformer, language_model
-from co2sim.models.workload import Block, MatMul, Workload
+from co2sim.models.operators import Block, MatMul
+from co2sim.models.transformer import Transformer, language_model
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     LEADERS,
     PEERS,

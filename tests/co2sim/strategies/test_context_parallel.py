@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 from small_gpt import small
 
-from co2sim.models.architecture import Experts, LatentAttention, Transformer
+from co2sim.models.transformer import Experts, LatentAttention, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Kind, Layout

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 from small_gpt import small
 
-from co2sim.models.architecture import Experts, Transformer
+from co2sim.models.transformer import Experts, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound

@@ -10,7 +10,8 @@ from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.workload import Block, Model, Workload
+from co2sim.models.operators import Block, Model
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Compute, Layout
 from co2sim.simulation.costs import traffic
 

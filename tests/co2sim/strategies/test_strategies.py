@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Link
-from co2sim.models.workload import AttentionScores, Block, MatMul, Model, Workload
+from co2sim.models.operators import AttentionScores, Block, MatMul, Model
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute

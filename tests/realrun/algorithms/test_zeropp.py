@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from workers import listening
 
 from co2sim import strategies
-from co2sim.models.workload import Block, Model, Workload
+from co2sim.models.operators import Block, Model
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Layout
 from co2sim.simulation.costs import traffic
 from co2sim.strategies.step import QUANTIZED

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workers import listening
 
-from co2sim.models.workload import Block, Model, Workload
+from co2sim.models.operators import Block, Model
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective
 from co2sim.strategies import FSDP, checked
 from co2sim.strategies.step import group_size
