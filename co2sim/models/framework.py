@@ -27,6 +27,7 @@ from co2sim.models.operators import (
     Part,
     Product,
     TensorExchange,
+    Unfused,
 )
 
 Factor = Annotated[float, Quantity(least=1, most=100)]
@@ -67,8 +68,8 @@ class Framework:
     other passes, `experts_all_to_all` whether they cross the network for every expert or for every
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
     go back. `context` is how ranks that divide sequences exchange keys and values. With
-    `main_gradients` it sums gradients of bf16 up in fp32; a layer keeps `kept` times the
-    activations that its backward pass needs at least.
+    `main_gradients` it sums gradients of bf16 up in fp32. It `keeps` activations that others fuse
+    away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients are in fp32, and products cast them.
     """
 
     attention: AttentionKernel = "flash"
@@ -82,7 +83,9 @@ class Framework:
     keep_gathered: bool = False
     context: ContextKind = "all_gather"
     main_gradients: bool = False
+    keeps: tuple[Unfused, ...] = ()
     kept: Factor = 1.0
+    autocast: bool = False
 
     def habits(self, **values: Any) -> dict[str, Any]:
         """These fields by name, with the `values` that are not None in their place."""

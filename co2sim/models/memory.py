@@ -10,13 +10,25 @@ allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more th
 it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from co2sim.common.units import Bytes
-from co2sim.models.operators import AnyOperator, Attention, Block, Product, TensorExchange
-from co2sim.models.workload import OPTIMIZER_BYTES, Workload
-from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
+from co2sim.models.operators import (
+    AnyOperator,
+    Attention,
+    Block,
+    Operator,
+    Product,
+    TensorExchange,
+)
+from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
 
@@ -50,21 +62,86 @@ log-probabilities, their gradient, and the gradient of the logits (`nll_loss` be
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Bytes that come and go: while each block goes forward and backward, and at single moments.
+
+    `forward` and `backward` are by block, or one number for all. `loss` is that of its backward
+    pass, `end` behind the last backward pass, and `step` while the optimizer updates.
+    """
+
+    forward: ArrayLike = 0.0
+    loss: Bytes = 0.0
+    backward: ArrayLike = 0.0
+    end: Bytes = 0.0
+    step: Bytes = 0.0
+
+    def moments(self, blocks: int) -> NDArray[np.float64]:
+        """At every moment of a micro-step over so many blocks, in order, and of the update."""
+        forward, backward = (
+            np.broadcast_to(np.asarray(sizes, float), blocks)
+            for sizes in (self.forward, self.backward)
+        )
+        return np.concatenate([forward, [self.loss], backward[::-1], [self.end, self.step]])
+
+
+Items: TypeAlias = Mapping[str, Bytes | Passing]
+"""What a strategy holds, by name: for ever, or at times."""
+
+
 def model_states(
-    job: Workload, *, parameter_shards: int = 1, gradient_shards: int = 1, optimizer_shards: int = 1
-) -> dict[str, Bytes]:
+    job: Workload,
+    *,
+    parameter_shards: int = 1,
+    gradient_shards: int = 1,
+    optimizer_shards: int = 1,
+    copies: bool = False,
+) -> dict[str, Bytes | Passing]:
     """Parameters, gradients and optimizer states, each divided over its number of shards.
 
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
-    States that are offloaded are in the host's memory, with the master copy (`host_memory`).
+    States that are offloaded are in the host's memory, with the master copy (`host_memory`). Under
+    autocast whole parameters are their own master copy, their gradients are in fp32, too, and
+    buckets hold `copies` of these. `whole_gradients` are bytes an element until a block is done.
     """
-    states = {
-        "parameters": job.owned(parameter_shards) * job.precision.bytes,
-        "gradients": job.owned_trained(gradient_shards) * job.gradient_bytes,
+    wide = job.autocast and parameter_shards == 1 and job.precision is not DType.FP32
+    width = MASTER_BYTES if wide else job.precision.bytes
+    gradient = MASTER_BYTES if wide else job.gradient_bytes
+    states: dict[str, Bytes | Passing] = {
+        "parameters": job.owned(parameter_shards) * width,
+        "gradients": as_they_come(job, gradient, gradient_shards),
     }
+    if gradient_shards > 1 or job.accumulation == 1:
+        states["whole_gradients"] = gradient if gradient_shards == 1 else job.precision.bytes
     if job.offload == "none":
-        states["optimizer"] = job.owned_trained(optimizer_shards) * job.optimizer_bytes
+        kept = job.optimizer_bytes - (MASTER_BYTES if wide else 0.0)
+        states["optimizer"] = job.owned_trained(optimizer_shards) * kept
+    if wide:
+        states["casts"] = _casts(job)
+        states["bucket"] = job.trained * gradient if copies else 0.0
     return states
+
+
+def as_they_come(job: Workload, width: Bytes, shards: int = 1) -> Passing:
+    """Gradients that are kept: those of the blocks behind; all where micro-steps sum them up."""
+    whole = job.owned_trained(shards) * width
+    if job.accumulation > 1 or job.main_gradients:
+        return Passing(whole, whole, whole, whole, whole)
+    sizes = np.array([block.trained for block in job.model.blocks], float)
+    if tied := job.model.blocks[-1].tied:
+        sizes[0], sizes[-1] = sizes[0] - tied, sizes[-1] + tied  # of the embedding, by the head
+    behind = sizes[::-1].cumsum()[::-1] - sizes
+    return Passing(backward=behind * (whole / (sizes.sum() or 1.0)), end=whole, step=whole)
+
+
+def _casts(job: Workload) -> Passing:
+    """Weights as autocast makes them for products, from a forward pass to the backward one."""
+    products = [block.of(Product) for block in job.model.blocks]
+    sizes = np.array([sum(op.elements + op.shared for op in ops) for ops in products], float)
+    there = sizes.cumsum() * job.precision.bytes
+    again = np.array([job.repeats(block) for block in job.model.blocks])
+    back = np.where(again, 0.0, sizes).cumsum() * job.precision.bytes
+    return Passing(there, back[-1], back + np.where(again, sizes, 0.0) * job.precision.bytes)
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
@@ -78,47 +155,156 @@ def host_memory(job: Workload, schedule: Schedule) -> Bytes:
     return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
 
 
-def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
-    """What a micro-step needs at its peak, beside states; items of no bytes are left out.
+@dataclass(frozen=True)
+class Timeline:
+    """What a GPU holds at every moment of a micro-step: by item, in bytes.
 
-    What is kept for backward passes is that of `held` micro-batches: a stage of a pipeline begins
-    several before it ends one.
-    `checkpoints` are the inputs of the blocks that are run again, `activations` what is kept of the
-    others, and of the one that is run again just then, as a whole or by operators, all at once.
-    `logits` are those with their gradient and what the loss holds, `workspace` the gradients of a
-    block's activations, `tied_gradient` that of an embedding by the head that shares it: autograd
-    adds the embedding's own at the very end.
+    Moments are the blocks on the way forward, the loss, the blocks on the way back, what comes
+    behind them, and the update of the optimizer.
     """
-    times = Counter(kind for _, _, kind in job.executed)
-    different = {kind: (block, made) for block, made, kind in reversed(job.executed)}
-    kept = inputs = tied = 0.0
-    for kind, (block, made) in different.items():
-        if job.repeats(block):
-            inputs += times[kind] * block.boundary
-        else:
-            kept += held * times[kind] * _kept(job, made)
-        tied += 0 if job.lora is not None else times[kind] * block.tied
+
+    moments: tuple[str, ...]
+    items: Mapping[str, NDArray[np.float64]]
+
+    @cached_property
+    def total(self) -> NDArray[np.float64]:
+        """Of all items."""
+        return sum(self.items.values(), np.zeros(len(self.moments)))
+
+    @property
+    def peak(self) -> int:
+        """The moment that holds most."""
+        return int(np.argmax(self.total))
+
+    def at(self, moment: int) -> dict[str, Bytes]:
+        """The items of a moment, but for those of no bytes."""
+        return {name: float(sizes[moment]) for name, sizes in self.items.items() if sizes[moment]}
+
+
+def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline:
+    """What is there at every moment of the last micro-step, with what a strategy has `held`.
+
+    Of that `whole_gradients` are the bytes an element of a gradient until its block is done. What
+    is kept for backward passes is that of `micro_batches`: a stage of a pipeline begins
+    several before it ends one.
+
+    `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
+    others, and of the one that goes back just then. `logits` are those with their gradient and what
+    the loss holds, `workspace` the gradients of activations, `unreduced` those of weights.
+    """
+    blocks, count = job.executed, len(job.executed)
+    others = dict(held)
+    each = others.pop("whole_gradients", 0.0)
+    whole = each if isinstance(each, float) else 0.0
+    steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
+    repeats = [job.repeats(block) for block, _, _ in blocks]
     width = job.precision.bytes * job.micro_batch
-    always = {
-        "checkpoints": held * inputs * width,
-        "tied_gradient": tied * job.precision.bytes,
-    }
-    blocks = [made for _, made in different.values()]
-    loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}
-    backward = max(
-        (
-            {
-                "activations": kept
-                + _needed(job, made)
-                - (0.0 if job.repeats(block) else _kept(job, made)),
-                "workspace": _workspace(made) * width,
-            }
-            for block, made in different.values()
-        ),
-        key=lambda items: sum(items.values()),
+    inputs = np.array(
+        [r * block.boundary * width for (block, _, _), r in zip(blocks, repeats, strict=True)]
     )
-    peak = always | max(loss, backward, key=lambda items: sum(items.values()))
-    return {name: size for name, size in peak.items() if size}
+    kept = np.array(
+        [0.0 if r else steps[kind].kept for (_, _, kind), r in zip(blocks, repeats, strict=True)]
+    )
+    worst = [steps[kind].worst(whole) for _, _, kind in blocks]
+    needed, workspace, gradients = (np.array(column) for column in zip(*worst, strict=True))
+    logits = np.array([steps[kind].logits for _, _, kind in blocks])
+    more = micro_batches - 1
+
+    def line(
+        before: NDArray[np.float64], here: NDArray[np.float64], after: float
+    ) -> NDArray[np.float64]:
+        """Of what stays from a block's forward pass to its backward pass."""
+        behind = np.cumsum(before)
+        forward, back = behind, behind - before + here
+        return np.concatenate([forward, [behind[-1]], back[::-1], [0.0, 0.0]]) + more * after
+
+    end = np.zeros(2)
+    items = {
+        "checkpoints": line(inputs, inputs, inputs.sum()),
+        "activations": line(kept, needed, kept.sum()),
+        "workspace": np.concatenate([np.zeros(count), [0.0], workspace[::-1], end]),
+        "unreduced": np.concatenate([np.zeros(count), [0.0], gradients[::-1], end]),
+        "logits": np.concatenate(
+            [logits, [sum(s.loss for s in steps.values())], logits[::-1], end]
+        ),
+    }
+    for name, size in others.items():
+        passing = size if isinstance(size, Passing) else Passing(size, size, size, size, size)
+        items[name] = items.get(name, 0.0) + passing.moments(count)
+    names = [block.name for block, _, _ in blocks]
+    moments = (
+        *(f"forward of {name}" for name in names),
+        "loss",
+        *(f"backward of {name}" for name in reversed(names)),
+        "reduction of the last gradients",
+        "optimizer",
+    )
+    return Timeline(moments, {name: sizes for name, sizes in items.items() if sizes.any()})
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A block's backward pass in steps, one for each operator that computes, on a micro-batch.
+
+    `kept` is there between the two passes. At each of `steps` there are the activations that are
+    still needed, the gradients of operands and results, and elements of weights whose gradient has
+    been made so far. `logits` are there as long as the block is at work, and `loss` at the loss.
+    """
+
+    kept: Bytes
+    steps: tuple[tuple[Bytes, Bytes, int], ...]
+    logits: Bytes = 0.0
+    loss: Bytes = 0.0
+
+    def worst(self, whole: Bytes) -> tuple[Bytes, Bytes, Bytes]:
+        """The step that holds most, with whole gradients of so many bytes an element."""
+        rows = [(needed, passing, whole * done) for needed, passing, done in self.steps]
+        return max(rows, key=sum)
+
+    @staticmethod
+    def of(job: Workload, block: Block) -> "Backward":
+        """Of a block as it is executed.
+
+        The operators come back in reverse. One needs the gradient of its result and makes that of
+        its operands; then what was kept of its result is free.
+        """
+        width = job.precision.bytes * job.micro_batch
+        there, passing = _needed(job, block), block.boundary * width
+        steps: list[tuple[Bytes, Bytes, int]] = []
+        done = 0
+        for op in reversed(block.operators):
+            done += 0 if op.frozen else op.elements + (op.shared if isinstance(op, Product) else 0)
+            result, operands = _gradients(op)
+            if operands:
+                result = 0.0 if block.logits else result  # that of the logits counts as theirs
+                there -= op.rows * _made(op) * width
+                steps.append((there, passing + (result + operands) * width, done))
+                there -= op.rows * _more(op) * width
+        if not steps:
+            steps = [(there, passing, done)]
+        eager = job.loss == "eager"
+        logits = block.logits * job.micro_batch
+        return Backward(
+            kept=_kept(job, block),
+            steps=tuple(steps),
+            logits=logits * job.precision.bytes,
+            loss=logits * (_LOSS_BYTES if eager else job.precision.bytes),
+        )
+
+
+def _gradients(op: AnyOperator) -> tuple[float, float]:
+    """Elements of the gradients of an operator's result, and of its operands, of a sample."""
+    match op:
+        case Product():
+            return op.rows * op.columns, op.rows * op.inner
+        case Attention():
+            one = float(op.rows * op.heads)
+            scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0
+            return one * op.value, one * (2 * op.wide + op.value) + scores
+        case Operator(parts=parts) if "activation" in parts:
+            made = _made(op)
+            return op.rows * made, op.rows * (op.traffic_alone - made)
+    return 0.0, 0.0
 
 
 def overhead(
@@ -149,69 +335,46 @@ def reserved(items: Mapping[str, Bytes]) -> Bytes:
     return sum(size for name, size in items.items() if name not in {"nccl", "context", "total"})
 
 
-def _bytes(job: Workload, block: Block, *, freed: bool) -> Bytes:
-    """What is kept of a block for its backward pass, but for its logits.
-
-    Without what its operators make again where that is `freed`.
-    """
-    elements = statistics = gathered = scores = 0.0
-    for op in block.operators:
-        alone = bool(op.again.flops) and job.again.kind != "full"
-        runs = freed and alone
-        elements += op.rows * (op.kept - (_made(op) if runs else 0.0))
-        if isinstance(op, Attention) and op.softmax and not alone:
-            statistics += op.statistics_bytes if op.fused else 0.0
-            scores += 0.0 if op.fused else op.scores
-        if isinstance(op, TensorExchange) and op.sequence and op.side == "input" and not runs:
-            gathered += op.rows * op.width * (1 - 1 / op.ranks)
-    width = job.precision.bytes * job.micro_batch
-    often = job.kept if block.is_layer and block.of(Product) else 1.0
-    gathered = gathered if job.keep_gathered else 0.0
-    return (elements * often + scores + gathered) * width + statistics * job.micro_batch
-
-
-def _made(op: AnyOperator) -> float:
-    return op.kept if op.made is None else op.made
+def _needed(job: Workload, block: Block) -> Bytes:
+    """What is there of a block for its backward pass, but for its logits."""
+    return sum(_kept_of(job, op) for op in block.operators)
 
 
 def _kept(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
-        return _bytes(job, block, freed=True)
-    results = sum(op.rows * op.columns for op in block.of(Product))
-    kept = block.boundary + results / 2  # every second one
-    scores = block.of(Attention)
-    mixed = sum(op.rows * op.heads * op.value for op in scores if op.softmax)
-    statistics = sum(op.statistics_bytes for op in scores if op.softmax)
-    return (kept + mixed) * job.precision.bytes * job.micro_batch + statistics * job.micro_batch
-
-
-def _needed(job: Workload, block: Block) -> Bytes:
-    """What is there of a block for its backward pass, but for its logits."""
-    return _bytes(job, block, freed=False)
-
-
-def _loss(job: Workload, block: Block) -> Bytes:
-    """The logits of a block and what the loss makes of them; fused: their gradient, and no more."""
-    width = job.precision.bytes
-    beside = width if job.loss == "fused" else _LOSS_BYTES
-    return block.logits * job.micro_batch * (width + beside)
-
-
-def _workspace(block: Block) -> float:
-    """Gradients of activations while a block's backward pass begins, in elements of a sample.
-
-    Those of input and output of its last product, as its activations are still there; or those of
-    the scores of eager attention, before and behind the softmax.
-    """
+        return sum(_kept_of(job, op, freed=True) for op in block.operators)
+    elements = block.boundary
     products = block.of(Product)
-    if block.logits:
-        return 0.0
-    if not products:
-        return block.boundary
-    last = products[-1]
-    gradients = float(last.rows * (last.inner + last.columns))
-    eager = [
-        2.0 * op.heads * op.length**2 for op in block.of(Attention) if op.softmax and not op.fused
-    ]
-    return max(gradients, *eager, 0.0)
+    if not any(op.name == "bias" for op in block.operators):
+        every = [op.rows * width for op in products for width in op.widths or (op.columns,)]
+        elements += sum(every[::2])
+    scores = [op for op in block.of(Attention) if op.softmax]
+    elements += sum(op.rows * op.heads * op.value for op in scores)
+    statistics = sum(op.statistics_bytes for op in scores)
+    return (elements * job.precision.bytes + statistics) * job.micro_batch
+
+
+def _kept_of(job: Workload, op: AnyOperator, *, freed: bool = False) -> Bytes:
+    """What is kept of an operator; without what it makes when it runs again, if that is `freed`."""
+    alone = bool(op.again.flops) and job.again.kind == "operators"
+    runs = freed and alone
+    elements = job.kept * op.rows * (op.kept - (_made(op) + _more(op) if runs else 0.0))
+    statistics = 0.0
+    match op:
+        case Attention(softmax=True):
+            again = bool(op.again.flops) and job.again.kind != "full"
+            statistics = op.statistics_bytes if op.fused and not again else 0.0
+            elements += 0.0 if op.fused or again else op.scores
+        case TensorExchange(sequence=True, side="input") if job.keep_gathered and not runs:
+            elements += op.rows * op.width * (1 - 1 / op.ranks)
+    return (elements * job.precision.bytes + statistics) * job.micro_batch
+
+
+def _made(op: AnyOperator) -> float:
+    """Elements of a row that come back when it runs again, but for what others fuse away."""
+    return op.kept - _more(op) if op.made is None else op.made
+
+
+def _more(op: AnyOperator) -> float:
+    return sum(elements for _, elements in op.unfused)

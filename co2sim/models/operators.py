@@ -32,6 +32,13 @@ Cut = Literal["", "tokens", "width", "router", "experts"]
 divide the sequence between products. width: the elements of each row. router: as tokens where
 experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
 
+Unfused = Literal["activations", "norms", "keys", "casts"]
+"""What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
+of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
+divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
+casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+"""
+
 Along = Literal["", "columns", "inner"]
 """Which dimension of the weights of a product tensor-parallel ranks divide."""
 
@@ -87,7 +94,8 @@ class Operator:
     `tensors` are the elements of its parameters, and those of experts belong to `chosen` of a count
     of experts. `work` are FLOP of a row, `calls` the operations that a framework issues. It keeps
     `kept` elements of a row for its backward pass, of which `made` (None: all) come back when it
-    runs again, and writes and reads `passing` more. Its kernels move `moved` elements (None: those
+    runs again, and `unfused` ones where a framework does not fuse it; it writes and reads `passing`
+    more. Its kernels move `moved` elements (None: those
     that are kept and pass, once written and once read), and `alone` when it alone runs again (None:
     those that it makes); a backward pass moves twice as many. `exact` are further elements that
     they move in a forward and in a backward pass, whatever the stack.
@@ -106,6 +114,7 @@ class Operator:
     calls: int = 0
     kept: float = 0.0
     made: float | None = None
+    unfused: tuple[tuple[Unfused, float], ...] = ()
     passing: float = 0.0
     moved: float | None = None
     alone: float | None = None
@@ -165,6 +174,7 @@ class Operator:
             rows=self._rows(mesh),
             tensors=tuple(size // (width * experts) for size in self.tensors),
             apart=experts,
+            unfused=tuple((what, elements / width) for what, elements in self.unfused),
             exact=(self.exact[0] / width, self.exact[1] / width),
             **scaled,
         )

@@ -209,6 +209,8 @@ def _layer(body: Transformer, tokens: int, routed: bool, window: int) -> tuple[A
 def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
     """The norms of a layer, of which two give attention and MLP their inputs, and its sums."""
     h, before = body.hidden, min(body.norms, _NORM_CALLS)
+    readers = (3 + body.attention_gate, 2) if body.gated else (1, 1)  # products with own weights
+    wide = (("norms", 2.0 * h),) if body.norm == "rmsnorm" else ()
     norms = [
         Operator(
             name="norm",
@@ -217,6 +219,7 @@ def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
             calls=int(index < before),
             kept=2.0 * h if index < before else h,  # its input, and that of products
             made=float(h) if index < before else 0.0,
+            unfused=(*wide, *((("casts", float(readers[index] * h)),) if index < before else ())),
             parts=("norms",) if index < before else (),
             cut="tokens",
         )
@@ -278,6 +281,7 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         calls=3,
         kept=float(q),
         made=0.0,
+        unfused=(("keys", 2.0 * (q - kv)),) if kv < q else (),
         parts=("attention",),
         cut="width",
     )
@@ -389,7 +393,9 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
             load=load,
             calls=calls,
             kept=float(width),
+            made=float(width),
             alone=float((up + 1) * width),
+            unfused=(("activations", float(width)),) if body.gated else (),
             parts=("activation", "mlp"),
             cut=cut,
         ),

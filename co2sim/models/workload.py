@@ -252,6 +252,12 @@ class Workload(Mesh, Framework):
         narrow = NARROW[self.narrow] if self.narrow and not block.logits else None
 
         def changed(op: AnyOperator) -> AnyOperator:
+            if op.unfused:
+                keeps = (*self.keeps, *(["casts"] if self.autocast else []))
+                more = sum(size for what, size in op.unfused if what in keeps)
+                moved = 2 * (op.kept + op.passing) if op.moved is None else op.moved
+                kept = tuple(pair for pair in op.unfused if pair[0] in keeps)
+                op = replace(op, moved=moved, kept=op.kept + more, unfused=kept)
             match op:
                 case Product(wide=False) if narrow:
                     return replace(op, narrow=narrow, cast_steps=self.cast_steps)

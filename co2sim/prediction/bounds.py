@@ -30,7 +30,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import recomputation
-from co2sim.models.memory import activations
+from co2sim.models.memory import timeline
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, call_strategy, stage_of, with_short_rounds
 from co2sim.prediction.measure import between_stages, pass_times, sent_on
@@ -495,7 +495,7 @@ class StepBound:
             pipeline = Pipeline(work.pp, work.interleave, steps)
             held = pipeline.microbatches_in_flight(0, self._counts[:: work.pp])
         items = call_strategy(strategy, strategy.memory, sized, self.job.layout)
-        return sum(items.values()) + sum(activations(sized, held).values())
+        return float(timeline(sized, items, held).total.max())
 
     @cached_property
     def _first(self) -> Workload:

@@ -18,7 +18,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute, check_applies
-from co2sim.models.memory import activations, overhead
+from co2sim.models.memory import Timeline, overhead, timeline
 from co2sim.models.operators import Block, Model
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Workload
@@ -238,11 +238,16 @@ class Stage:
         order = Pipeline(work.pp, work.interleave, work.accumulation)
         return order.microbatches_in_flight(self.number, self.layers)
 
+    def timeline(self) -> Timeline:
+        """What PyTorch allocates on a GPU, by moment and item."""
+        share = self.workload.share
+        held = call_strategy(self.strategy, self.strategy.memory, share, self.layout)
+        return timeline(share, held, self.microbatches_in_flight)
+
     def memory(self) -> dict[str, Bytes]:
-        """Bytes on one GPU by item, and in all."""
-        share, cluster = self.workload.share, self.cluster
-        items = call_strategy(self.strategy, self.strategy.memory, share, self.layout)
-        items = items | activations(share, self.microbatches_in_flight)
+        """Bytes on one GPU at the peak by item, and in all."""
+        cluster, line = self.cluster, self.timeline()
+        items = line.at(line.peak)
         if cluster.backend == "nccl":  # Gloo is for processors, which have no context
             items = items | overhead(items, self.schedule.groups, cluster.layout)
         return items | {"total": sum(items.values())}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin
 from co2sim.common import convert
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.units import Bytes
+from co2sim.models.memory import Items
 from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import MESH
 from co2sim.schedule.schedule import DType, Layout, Schedule
@@ -51,7 +52,7 @@ class Strategy(Protocol):
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """What every rank does in a round."""
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """Bytes that a rank keeps, by item, without activations."""
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from co2sim.common.delayed_averaging import LateAverage, kept
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes
+from co2sim.models.memory import Items
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -112,7 +112,7 @@ class CO2:
         )
         return averaged_rounds(self, job, layout, plan)
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """The inner strategy, anchor, momentum, an average in flight and x at its launch.
 
         And with a preview the step that a worker took alone.
@@ -162,7 +162,7 @@ class PublishedCO2:
         plan = Averages(buffer=_BUFFER, outer=8, delay=self.staleness * self.tau, by=self.average)
         return averaged_rounds(self, job, layout, plan)
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """The inner strategy, anchor, momentum and averages in flight."""
         return _memory(self, job, layout, flights=self.staleness, points=0)
 
@@ -182,7 +182,7 @@ def _check_average(strategy: CO2 | PublishedCO2) -> None:
 
 def _memory(
     strategy: CO2 | PublishedCO2, job: Workload, layout: Layout, *, flights: int, points: int
-) -> dict[str, Bytes]:
+) -> Items:
     """The inner strategy, anchor, momentum, averages in flight and a worker's own points."""
     replica = Replica.of(strategy)
     whole = replica.ranks(layout) if strategy.average == "leader" else 1

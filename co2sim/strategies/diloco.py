@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes
+from co2sim.models.memory import Items
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -73,7 +73,7 @@ class DiLoCo:
         )
         return averaged_rounds(self, job, layout, plan)
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """The inner strategy, and anchor, momentum and the pseudo-gradients under way."""
         starts = launches(self.tau, self.fragments)
         under_way = max(

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
+import numpy as np
+
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
+from co2sim.models.memory import Items, Passing, as_they_come
 from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
 from co2sim.schedule.schedule import (
     WORLD,
@@ -345,32 +348,64 @@ class FSDP:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """16 bytes per parameter over the shards (AdamW), and what is whole at the peak.
+    def memory(self, job: Workload, layout: Layout) -> Items:
+        """16 bytes per parameter over the shards (AdamW), and what is whole at times.
 
         Parameters, gradients and moments are fp32: parameters are their own master copy; those that
-        are frozen are of the precision. The peak is in the backward pass, where two units are
-        gathered besides the root, the gradient of one is computed and that of another is reduced.
-        With states on the host the master copy is there, and parameters are those of the passes.
+        are frozen are of the precision. While a unit goes back it is gathered, and so are the root
+        and the unit before; its gradient is made, and that of the unit behind is reduced. The root
+        stays until the end, where its own gradient is reduced. With states on the host the master
+        copy is there, and parameters are those of the passes.
+
+        Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
         share, trained, reduced = job.owned(n), job.owned_trained(n), self.reduce.bytes
-        root, others = units(job)
-        gradients = [block.trained for block in job.model.blocks]
-        largest = max(gradients[1:-1], default=sum(gradients))
-        whole = root + sum(sorted(others)[-2:]) if sharding.again else job.parameters
-        sizes = {"parameters": share * width, "gradients": trained * MASTER_BYTES}
+        items: dict[str, Bytes | Passing] = {
+            "parameters": share * width,
+            "gradients": as_they_come(job, MASTER_BYTES, n),
+            "whole_gradients": width,
+        }
         if job.offload == "none":
-            sizes["parameters"] += trained * (MASTER_BYTES - width)
-            sizes["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
+            items["parameters"] = share * width + trained * (MASTER_BYTES - width)
+            items["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
         if n == 1:
-            return sizes
-        sizes["gathered"] = whole * width
-        sizes["bucket"] = largest * (width + reduced)
+            return items
+        root, _ = units(job)
+        items["gathered"] = self._gathered(job, root * width, again=sharding.again is not None)
+        blocks = job.model.blocks
+        behind = [*(block.trained for block in blocks[1:-1]), 0, 0][1:]
+        last = blocks[-1].trained + blocks[-1].tied
+        of_root = blocks[0].trained + (blocks[-1].trained if len(blocks) > 1 else 0)
+        items["bucket"] = Passing(
+            backward=[0.0, *(size * reduced for size in behind)][: len(blocks)],
+            end=of_root * (width + reduced),
+        )
         if sharding.again not in {None, sharding.among}:
             ranks = group_size(sharding.again, layout)
-            sizes["resharded"] = (job.parameters - root) * width / ranks
+            items["resharded"] = (job.parameters - root) * width / ranks
+        of_head = np.array([*[last * width] * (len(blocks) - 1), 0.0])
+        items["unreduced"] = Passing(backward=of_head)
         if not sharding.every and job.accumulation > 1:
-            sizes["unreduced"] = job.trained * max(width, reduced)
-        return sizes
+            wide = max(width, reduced)
+            sums = np.cumsum([block.trained for block in blocks]) * wide
+            items["unreduced"] = Passing(sums[-1], sums[-1], sums + of_head, of_root * wide)
+        return items
+
+    @staticmethod
+    def _gathered(job: Workload, root: Bytes, *, again: bool) -> Passing:
+        """The root and, beside a unit at work, the one that comes; all where they stay."""
+        width = job.precision.bytes
+        sizes = [0.0, *(block.parameters * width for block in job.model.blocks[1:-1]), 0.0]
+        if not again:
+            there = root + np.cumsum(sizes)
+            return Passing(there, there[-1], there)
+        comes = [0.0, *sizes[:-1]]
+        return Passing(
+            [root + size for size in sizes],
+            root,
+            [root + size + next_ for size, next_ in zip(sizes, comes, strict=True)][
+                : len(job.model.blocks)
+            ],
+        )

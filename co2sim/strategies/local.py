@@ -12,8 +12,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from co2sim.common.delayed_averaging import LONGEST
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes
-from co2sim.models.memory import model_states
+from co2sim.models.memory import Items, model_states
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     LEADERS,
@@ -166,13 +165,15 @@ class Replica:
         work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, self.inside)
         return [Op(name, work, COMM, (After(after),))]
 
-    def memory(self, job: Workload, layout: Layout, copies: float) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout, copies: float) -> Items:
         """What the local step keeps, and `copies` fp32 copies of this rank's share."""
         if self.inner is None:
-            states = model_states(job)
+            states: Items = model_states(job)
         else:
             states = self.inner.memory(job, Layout(1, self.ranks(layout)))
-        return states | {"outer": copies * -(-job.trained // self.ranks(layout)) * DType.FP32.bytes}
+        return dict(states) | {
+            "outer": copies * -(-job.trained // self.ranks(layout)) * DType.FP32.bytes
+        }
 
 
 def workers_of(strategy: object, layout: Layout) -> int:

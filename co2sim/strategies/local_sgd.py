@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.common.units import Bytes
+from co2sim.models.memory import Items
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -45,7 +45,7 @@ class _Averaging:
         plan = Averages(buffer="parameters", outer=self.outer)
         return averaged_rounds(self, job, layout, plan)
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """The inner strategy, what the outer step keeps, and one buffer for the average."""
         copies = self.kept + self.dtype.bytes / DType.FP32.bytes
         return Replica.of(self).memory(job, layout, copies)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
+from co2sim.models.memory import Passing
 from co2sim.models.operators import Block
 from co2sim.models.workload import BlockWork, Workload
 from co2sim.schedule.schedule import (
@@ -290,25 +291,29 @@ def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[i
     return waits
 
 
-def transient(job: Workload, shards: int, prefetch: int, max_live: int) -> dict[str, Bytes]:
+def transient(
+    job: Workload, shards: int, prefetch: int, max_live: int
+) -> dict[str, Bytes | Passing]:
     """Bytes of the blocks that are present whole, and of the gradient that waits for reduction."""
     if shards == 1:
         return {}
-    size = job.precision.bytes
-    largest = max(block.trained for block in job.model.blocks)
-    gathered = live_elements(job, shards, prefetch, max_live)
-    return {"gathered": gathered * size, "bucket": largest * size}
+    size, blocks = job.precision.bytes, job.model.blocks
+    live = [elements * size for elements in live_elements(job, prefetch, max_live)]
+    forward, back = live[: len(blocks)], live[len(blocks) :][::-1]
+    behind = [*(block.trained * size for block in blocks[1:]), 0.0]
+    return {
+        "gathered": Passing(forward, max(forward[-1], back[-1]), back),
+        "bucket": Passing(backward=behind, end=blocks[0].trained * size),
+    }
 
 
-def live_elements(job: Workload, shards: int, prefetch: int, max_live: int) -> int:
-    """The most elements of fetched blocks that are present at once, besides the shards.
+def live_elements(job: Workload, prefetch: int, max_live: int) -> list[int]:
+    """Elements of fetched blocks that are present besides the shards at each use, in order.
 
     A tied embedding counts with its first block: it stays present between its uses, as under
     DeepSpeed's `stage3_max_reuse_distance`, so it is not fetched again for the head.
     """
-    if shards == 1:
-        return 0
     forward = [block.parameters for block in job.model.blocks]
     sizes = forward + forward[::-1]
     waits = prefetch_waits(sizes, prefetch, max_live)
-    return max(sum(sizes[wait + 1 : i + 1]) for i, wait in enumerate(waits))
+    return [sum(sizes[wait + 1 : i + 1]) for i, wait in enumerate(waits)]

@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes
 from co2sim.common.validation import at_least
-from co2sim.models.memory import model_states
+from co2sim.models.memory import Items, model_states
 from co2sim.models.operators import Block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
@@ -68,10 +67,10 @@ class Zero1:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """4 + K/n bytes per parameter."""
         among, _ = self.sharing(layout, WORLD)
-        return model_states(job, optimizer_shards=group_size(among, layout))
+        return model_states(job, optimizer_shards=group_size(among, layout), copies=True)
 
 
 def _check_shares(strategy: "Zero1 | Zero2") -> None:
@@ -124,10 +123,10 @@ class DDP:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """Everything on every rank: 16 bytes per parameter with AdamW in half precision."""
         del layout
-        return model_states(job)
+        return model_states(job, copies=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +183,7 @@ class Zero3:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """(4 + K)/n bytes per parameter, and the blocks that are present whole."""
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
@@ -241,7 +240,7 @@ class Zero2:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """2 + (2 + K)/n bytes per parameter, and the bucket being reduced."""
         among, _ = self.sharing(layout, WORLD)
         ranks = group_size(among, layout)

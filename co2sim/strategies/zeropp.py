@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Bytes
-from co2sim.models.memory import model_states
+from co2sim.models.memory import Items, model_states
 from co2sim.models.operators import Block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
@@ -183,7 +182,7 @@ class ZeroPP:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout)))
 
-    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+    def memory(self, job: Workload, layout: Layout) -> Items:
         """ZeRO-3's (4 + K)/n bytes per parameter, and the secondary shard if there is one."""
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)

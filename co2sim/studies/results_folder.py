@@ -180,8 +180,8 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 MEMORY_ITEMS = (
-    *("parameters", "gradients", "optimizer", "gathered", "bucket", "secondary", "outer"),
-    *("activations", "checkpoints", "tied_gradient", "logits", "workspace"),
+    *("parameters", "gradients", "unreduced", "optimizer", "gathered", "bucket", "secondary"),
+    *("outer", "casts", "activations", "checkpoints", "logits", "workspace"),
     *("fragmentation", "nccl", "context", "total"),
 )
 """Of every strategy here; `_OTHER` is the sum of what others keep."""

@@ -14,7 +14,7 @@ from co2sim.catalog import Fact
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import Bytes, counted, duration, percent, scaled
-from co2sim.models.memory import GIB, OVERHEAD, model_states
+from co2sim.models.memory import GIB, OVERHEAD
 from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.intervals import undecided
@@ -343,8 +343,11 @@ def largest(stage: Stage) -> str:
     idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
     if job.micro_batch == 1:
         idle.add(_FEWER_SAMPLES)
-    whole = model_states(job)
-    if name in whole and memory[name] < whole[name]:
+    whole = {"parameters": job.parameters, "gradients": job.trained, "optimizer": job.trained}
+    width = {"parameters": job.precision.bytes, "gradients": job.gradient_bytes}.get(
+        name, job.optimizer_bytes
+    )
+    if name in whole and memory[name] < whole[name] * width:
         idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
     twice = stage.cluster.resized(2 * stage.cluster.layout.world_size)
     if replace(stage, job=replace(stage.job, cluster=twice)).memory()[name] >= memory[name]:
