@@ -69,7 +69,8 @@ class Framework:
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
     go back. `context` is how ranks that divide sequences exchange keys and values. With
     `main_gradients` it sums gradients of bf16 up in fp32. It `keeps` activations that others fuse
-    away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients are in fp32, and products cast them.
+    away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients are in fp32, and products cast
+    them. A `compiled` one fuses chains of elementwise kernels of models that were traced.
     """
 
     attention: AttentionKernel = "flash"
@@ -85,6 +86,7 @@ class Framework:
     main_gradients: bool = False
     keeps: tuple[Unfused, ...] = ()
     kept: Factor = 1.0
+    compiled: bool = False
     autocast: bool = False
 
     def habits(self, **values: Any) -> dict[str, Any]:
@@ -301,7 +303,8 @@ def _all(op: AnyOperator) -> AnyOperator:
 
 def _second(op: AnyOperator) -> AnyOperator:
     """Of a layer of which every second product runs again; sums over ranks are kept."""
-    repeated = {Product: 0.5, TensorExchange: float(getattr(op, "side", "") == "input")}
+    products = 0.0 if isinstance(op, Product) and op.count else 0.5
+    repeated = {Product: products, TensorExchange: float(getattr(op, "side", "") == "input")}
     part = repeated.get(type(op), 0.0)
     kept = op.traffic if not isinstance(op, Attention) else 2 * (op.kept + op.passing)
     flops = 0.0 if isinstance(op, Attention) and op.softmax else 0.5

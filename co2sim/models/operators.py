@@ -87,6 +87,15 @@ class Again:
 NOT_AGAIN = Again()
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compiler makes of operators: `exact`, `kept` and `calls` of an `Operator` in it."""
+
+    exact: tuple[float, float]
+    kept: float
+    calls: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """Any operator, such as a norm; other kinds are special in their kernels or exchanges.
@@ -98,7 +107,8 @@ class Operator:
     more. Its kernels move `moved` elements (None: those
     that are kept and pass, once written and once read), and `alone` when it alone runs again (None:
     those that it makes); a backward pass moves twice as many. `exact` are further elements that
-    they move in a forward and in a backward pass, whatever the stack.
+    they move in a forward and in a backward pass, whatever the stack; `compiled` is what a
+    framework that compiles has in place of these, where that is known.
 
     A `frozen` one is not trained. `parts`, `cut` and `again` say what recomputes it, how
     tensor-parallel ranks divide it, and how it runs again; `apart` are the ranks among which its
@@ -119,6 +129,7 @@ class Operator:
     moved: float | None = None
     alone: float | None = None
     exact: tuple[float, float] = (0.0, 0.0)
+    compiled: Compiled | None = None
     parts: tuple[Part, ...] = ()
     cut: Cut = ""
     frozen: bool = False
@@ -205,7 +216,8 @@ class Product(Operator):
     several are one product. With `groups` the rows divide among as many weights, those of experts,
     in one call. One of a `wide` type is never of a narrow one: those of routers. Tensor-parallel
     ranks divide what lies `along`; a `padded` number of columns is rounded up, others are `what`
-    these have to divide. A `tied` one has the weights of another block. `narrow` is the type of
+    these have to divide. A `tied` one has the weights of another block. Of every sample there are
+    `count` products without weights (0: one with weights). `narrow` is the type of
     its operands, if any, and weights stay cast for `cast_steps` micro-steps.
     """
 
@@ -220,13 +232,14 @@ class Product(Operator):
     what: str = ""
     tied: bool = False
     adapter: bool = False
+    count: int = 0
     narrow: NarrowType | None = None
     cast_steps: int = 1
 
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample."""
-        return 2.0 * self.rows * self.inner * self.columns
+        return 2.0 * self.rows * self.inner * self.columns * (self.count or 1)
 
     @property
     def shared(self) -> int:
@@ -238,6 +251,8 @@ class Product(Operator):
 
         The two products of a backward pass have the same cost: they permute the three dimensions.
         """
+        if self.count:
+            return Gemm(self.rows, self.inner, self.columns, width, self.count * samples)
         rows, batch = self.rows * samples, 1
         if self.groups:
             batch = min(self.groups, rows)

@@ -258,6 +258,9 @@ class Workload(Mesh, Framework):
                 moved = 2 * (op.kept + op.passing) if op.moved is None else op.moved
                 kept = tuple(pair for pair in op.unfused if pair[0] in keeps)
                 op = replace(op, moved=moved, kept=op.kept + more, unfused=kept)
+            if self.compiled and op.compiled:
+                made = op.compiled
+                op = replace(op, exact=made.exact, kept=made.kept, calls=made.calls)
             match op:
                 case Product(wide=False) if narrow:
                     return replace(op, narrow=narrow, cast_steps=self.cast_steps)
