@@ -68,9 +68,18 @@ class Zero1:
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
     def memory(self, job: Workload, layout: Layout) -> Items:
-        """4 + K/n bytes per parameter."""
+        """4 + K/n bytes per parameter.
+
+        PyTorch's ZeroRedundancyOptimizer, which goes with autocast, gives ranks whole tensors.
+        """
         among, _ = self.sharing(layout, WORLD)
-        return model_states(job, optimizer_shards=group_size(among, layout), copies=True)
+        ranks = group_size(among, layout)
+        states = model_states(job, optimizer_shards=ranks, copies=True)
+        if job.autocast and ranks > 1 and isinstance(held := states.get("optimizer"), float):
+            largest = max(size for block in job.model.blocks for size in block.trained_tensors)
+            share = job.owned_trained(ranks)
+            states["optimizer"] = held * max(1.0, largest / share)
+        return states
 
 
 def _check_shares(strategy: "Zero1 | Zero2") -> None:
