@@ -16,7 +16,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, given, nearest
 from co2sim.common.files import is_folder, is_regular, text_of
 
-Kind: TypeAlias = Literal["clusters", "gpus", "models", "stacks", "failures"]
+Kind: TypeAlias = Literal["clusters", "gpus", "models", "stacks", "optimizers", "failures"]
 Tree: TypeAlias = dict[str, Any]
 
 _MAX_PLACES = 9

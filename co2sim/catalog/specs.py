@@ -57,6 +57,7 @@ from co2sim.models.architecture import (
     language_model,
     vision_transformer,
 )
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.workload import Block, Model
 
@@ -314,6 +315,9 @@ StackSpec = _spec(
     runs=(list[RunsSpec], []),  # type: ignore[valid-type]
 )
 """`stacks/*.toml`."""
+
+OptimizerSpec = _spec(Optimizer, _Built, others=(None, None))
+"""`optimizers/*.toml`; what `others` names or says is made apart."""
 
 
 class _Layers(_Built):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 
 from co2sim.common.units import Bytes
 from co2sim.models.blocks import kinds
-from co2sim.models.workload import OPTIMIZER_BYTES, Block, Workload
+from co2sim.models.workload import Block, Workload
 from co2sim.schedule.schedule import Compute, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
@@ -56,26 +56,37 @@ def model_states(
     """Parameters, gradients and optimizer states, each divided over its number of shards.
 
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
-    States that are offloaded are in the host's memory, with the master copy (`host_memory`).
+    What is offloaded is in the host's memory, states with the master copy (`host_memory`).
     """
+    if job.offload == "parameters":
+        return {"parameters": 0.0, "gradients": 0.0}
     states = {
         "parameters": job.owned(parameter_shards) * job.precision.bytes,
         "gradients": job.owned_trained(gradient_shards) * job.gradient_bytes,
     }
     if job.offload == "none":
-        states["optimizer"] = job.owned_trained(optimizer_shards) * job.optimizer_bytes
+        states["optimizer"] = job.optimizer_states(optimizer_shards)
     return states
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
-    """Of what a GPU offloads: master copies, moments, and the gradients that come for them."""
+    """Of what a GPU offloads: optimizer states, and the gradients that come for them.
+
+    Parameters that are offloaded, and gradients with them, are what `moved_to_host` says.
+    """
     moved = {
         work.kernel: work.memory_bytes
         for work in schedule.works
         if isinstance(work, Compute) and work.place == "link"
     }
-    elements = moved.get("from_host", 0.0) / job.precision.bytes
-    return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
+    share = moved.get("from_host", 0.0) / job.precision.bytes / max(1, job.trained)
+    return share * (job.trained * job.master_bytes + job.moments(1)) + moved.get("to_host", 0.0)
+
+
+def moved_to_host(whole: Mapping[str, Bytes], kept: Mapping[str, Bytes]) -> Bytes:
+    """What of the items of a job without offloading is not `kept` on the GPU."""
+    items = "parameters", "gradients", "optimizer"
+    return sum(whole.get(name, 0.0) - kept.get(name, 0.0) for name in items)
 
 
 def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:

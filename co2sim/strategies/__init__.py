@@ -42,7 +42,7 @@ class Strategy(Protocol):
 
     - `shares`: what its replicas share: nothing, (optimizer) states, parameters, or steps;
     - `exchanges`: what they send: gradients, parameters, quantized (both) or averages;
-    - `divides_experts`, `offloads`: whether it combines with these;
+    - `divides_experts`: whether it combines with these; `offloads`: what it can have on hosts;
     - `divides_layers`, `has_stages`: whether a plan tries it with `tp` and `cp`, and with `pp`.
     """
 

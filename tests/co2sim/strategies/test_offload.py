@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import strategies
+from co2sim.catalog import load_optimizer
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.memory import host_memory
 from co2sim.schedule.schedule import Compute, DType, Layout, Schedule
@@ -112,7 +113,7 @@ def test_states_and_master_copies_leave_the_gpu_for_the_host(strategy: str) -> N
     ("changes", "there", "moved", "held"),
     [
         ({"precision": DType.FP32}, 4, 24, 12 + 4),
-        ({"optimizer": "sgd"}, 2, 20, 8 + 2),
+        ({"optimizer": load_optimizer("sgd").value}, 2, 20, 8 + 2),
         ({"main_gradients": True}, 4, 28, 12 + 4),
     ],
 )
