@@ -205,7 +205,7 @@ def facts(
     source, assumed = _origin(tree, prefix, source, assumed=assumed)
     for key, node in tree.items():
         path = f"{prefix}{key}"
-        if key in {"source", "assumed", "name", "kind"}:
+        if key in {"source", "assumed", "name", "title", "kind"}:
             continue
         if isinstance(node, dict) and _is_fact(node):
             origin, marked = _origin(node, path, source, assumed=assumed)

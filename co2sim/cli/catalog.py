@@ -126,9 +126,10 @@ def _with_range(allowed: str, bounds: str) -> str:
 
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
     counted: list[tuple[str, str, str, str]] = []
-    name = str(read(kind, what).get("name", ""))
+    tree = read(kind, what)
+    name = str(tree.get("title", tree.get("name", "")))
     if kind in {"gpus", "stacks", "optimizers", "failures"}:
-        entries: Iterable[Fact] = facts(read(kind, what))
+        entries: Iterable[Fact] = facts(tree)
     elif kind == "clusters":
         entries = load_cluster(what).facts
     else:

@@ -746,20 +746,30 @@ class Workload(Mesh, Framework):
         return DType.FP32.bytes if summed else self.precision.bytes
 
     def optimizer_step(self, elements: int) -> Compute:
-        """The optimizer over `elements` parameters, element by element: memory-bound.
+        """The optimizer over `elements` parameters: memory-bound, but for products of matrices.
 
-        What it computes of whole matrices is apart: `optimizer_products`.
+        Of those it has that share, as if ranks that divide parameters had whole matrices.
         """
+        work = self.optimizer_elements(elements)
+        if not self.optimizer.needs_whole:
+            return work
+        matrices = [matrix for tensors in self.tensors for matrix in tensors.matrices]
+        products = self.optimizer_products(matrices, elements / max(1, self.trained))
+        sums = work.flops + products.flops, work.memory_bytes + products.memory_bytes
+        return Compute("optimizer", *sums, parts=(work, products))
+
+    def optimizer_elements(self, elements: int) -> Compute:
+        """What the optimizer does element by element for `elements` parameters."""
         parts, made = self.tensors, self.optimizer
         share = elements / max(1, sum(tensors.elements for tensors in parts))
         moved = sum(made.moved(tensors, self.precision.bytes) for tensors in parts)
         flops = sum(made.flops(tensors) for tensors in parts)
         return Compute("optimizer", flops * share, moved * share)
 
-    def optimizer_products(self, matrices: Sequence[Matrix]) -> Compute:
-        """The products of a step over whole matrices."""
+    def optimizer_products(self, matrices: Sequence[Matrix], share: float = 1.0) -> Compute:
+        """The products of a step over whole matrices, or a share of them."""
         products = tuple(
-            product
+            product.times(share)
             for matrix in matrices
             for product in self.optimizer.products(matrix, self.precision)
         )

@@ -369,6 +369,7 @@ class Question(Mesh):
             call_overhead=stack.call_overhead,
             assumed=(
                 *assumed(cluster, model, offload=self.offload != "none"),
+                *_under("optimizer", self.load_optimizer()),
                 *beyond_the_file(stated, sized),
             ),
         )

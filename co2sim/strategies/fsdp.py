@@ -101,7 +101,7 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
         ]
     waits = () if how.clip else reduced
     if how.loads:  # gradients are on the host, and parameters stay there
-        work = replace(job.optimizer_step(share), kernel="host_optimizer", place=place)
+        work = replace(job.optimizer_elements(share), kernel="host_optimizer", place=place)
         ops.append(Op("optimizer", work, COMPUTE, waits))
     else:
         division = Division(EXCHANGED, how.among, shards, how.experts, REDUCE)

@@ -146,14 +146,7 @@ def _part(job: Workload, way: Way, matrices: Sequence[Matrix], ranks: int) -> Co
     """The work of the busiest of `ranks`."""
     if not way.parts:
         return job.optimizer_products(_alike(matrices, ranks))
-    whole = job.optimizer_products(_alike(matrices))
-    share = _busiest(job, matrices, ranks)
-    return replace(
-        whole,
-        flops=whole.flops * share,
-        memory_bytes=whole.memory_bytes * share,
-        kernels=whole.kernels and whole.kernels.times(share),
-    )
+    return job.optimizer_products(_alike(matrices), _busiest(job, matrices, ranks))
 
 
 def _busiest(job: Workload, matrices: Sequence[Matrix], ranks: int) -> float:

@@ -176,7 +176,7 @@ class Zero3:
                 work = Collective(Kind.ALL_GATHER, block.name, size, job.precision, group)
                 row: Row = [(f"gather{part}", work, GATHER)]
                 if job.offload == "parameters":
-                    share = -(-size // ranks) * job.precision.bytes
+                    share = size / ranks * job.precision.bytes
                     row = [(f"load{part}", Compute("load", 0.0, share, place="link"), GATHER), *row]
                 rows.append(row)
             return rows
