@@ -38,6 +38,7 @@ from co2sim.strategies.step import (
     update,
     whole_options,
 )
+from co2sim.strategies.whole_matrices import Division
 
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""
@@ -132,6 +133,7 @@ def sharded_step(
     fetch: Callable[[str, Block], Sequence[Row]],
     reduce: Callable[[str, int], Sequence[Row]],
     refresh: Compute | None = None,
+    division: Division | None = None,
 ) -> Step:
     """One optimizer step.
 
@@ -141,7 +143,7 @@ def sharded_step(
     `fetch(direction, block)` and `reduce(name, elements)` give rows of named works. A gradient is
     reduced as soon as `reduce_bucket` elements of the block are there, while the rest of its
     backward pass continues. `refresh` runs once, behind the first fetches of all blocks: it renews
-    a secondary shard.
+    a secondary shard. `division` says how matrices become whole for the optimizer.
     """
     first = job.model.blocks[0]
     rows: list[Row] = []
@@ -182,7 +184,7 @@ def sharded_step(
     if refresh:
         last = next(index for index, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    ops += update(job, -(-job.trained // shards), reduced)
+    ops += update(job, -(-job.trained // shards), reduced, division=division)
     first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
     return Step(ops, (first_fetch, ends[0]), (ops[-1].name,))
 
