@@ -676,7 +676,7 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
 
 
 def _narrow(product: Gemm, gpu: GPU, times: KernelTimes) -> FlopsPerSecond:
-    """The speed of a product in another type than that of most, mostly below 16 bits."""
+    """The speed of a product's arithmetic in a type other than that of most products."""
     narrow = product.narrow not in set(DType) and times.narrow_efficiency
     return peak_flops(gpu, product.narrow) * (narrow or times.gemm_efficiency)
 
