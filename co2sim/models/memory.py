@@ -96,7 +96,7 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
         if job.repeats(block):
             inputs += times[kind] * block.boundary
         else:
-            kept += held * times[kind] * _kept(job, made)
+            kept += held * times[kind] * kept_bytes(job, made)
         tied += 0 if job.lora is not None else times[kind] * block.tied
     width = job.precision.bytes * job.micro_batch
     always = {
@@ -110,7 +110,7 @@ def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
             {
                 "activations": kept
                 + _needed(job, made)
-                - (0.0 if job.repeats(block) else _kept(job, made)),
+                - (0.0 if job.repeats(block) else kept_bytes(job, made)),
                 "workspace": _workspace(made) * width,
             }
             for block, made in different.values()
@@ -174,8 +174,8 @@ def _made(op: AnyOperator) -> float:
     return op.kept if op.made is None else op.made
 
 
-def _kept(job: Workload, block: Block) -> Bytes:
-    """What is kept of a block until its backward pass, but for its logits."""
+def kept_bytes(job: Workload, block: Block) -> Bytes:
+    """What is kept of an executed block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
         return _bytes(job, block, freed=True)
     results = sum(op.rows * op.columns for op in block.of(Product))
