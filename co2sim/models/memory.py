@@ -27,7 +27,7 @@ from co2sim.models.operators import (
     Product,
     TensorExchange,
 )
-from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
@@ -57,7 +57,7 @@ OVERHEAD = ("fragmentation", "nccl", "context")
 """Items that PyTorch's allocator does not count as allocated."""
 
 _LOSS_BYTES = {False: (10.0, 12.0), True: (10.0, 16.0)}
-"""Of PyTorch's cross entropy for a logit, on the way forward and back; True: of a divided vocabulary.
+"""Of PyTorch's cross entropy for a logit, forward and back; True: of a divided vocabulary.
 
 Forward: the logits in 16 bits and in fp32, and log-probabilities. Backward: these, their gradient,
 and that of the logits (`nll_loss` behind `log_softmax`), all in fp32; and a sum of gradients in
@@ -69,8 +69,8 @@ torch.distributed.tensor.parallel.loss_parallel.
 class Passing:
     """Bytes that come and go: while each block goes forward and backward, and at single moments.
 
-    `forward` and `backward` are by block, or one number for all, `loss` on the way forward and back,
-    or one number. `end` is behind the last backward pass, and `step` while the optimizer updates.
+    `forward` and `backward` are by block, or one number for all, `loss` forward and back, or one
+    number. `end` is behind the last backward pass, and `step` while the optimizer updates.
     """
 
     forward: ArrayLike = 0.0
@@ -104,22 +104,23 @@ def model_states(
     """Parameters, gradients and optimizer states, each divided over its number of shards.
 
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
-    States that are offloaded are in the host's memory, with the master copy (`host_memory`). Under
+    What is offloaded is in the host's memory, states with the master copy (`host_memory`). Under
     autocast whole parameters are their own master copy, their gradients are in fp32, too, and
     buckets hold `copies` of these. `whole_gradients` are bytes an element until a block is done.
     """
     wide = job.autocast and parameter_shards == 1 and job.precision is not DType.FP32
-    width = MASTER_BYTES if wide else job.precision.bytes
-    gradient = MASTER_BYTES if wide else job.gradient_bytes
-    states: dict[str, Bytes | Passing] = {
-        "parameters": job.owned(parameter_shards) * width,
-        "gradients": as_they_come(job, gradient, gradient_shards),
-    }
+    width = DType.FP32.bytes if wide else job.precision.bytes
+    gradient = DType.FP32.bytes if wide else job.gradient_bytes
+    states: dict[str, Bytes | Passing] = {}
+    if job.offload != "parameters":
+        states["parameters"] = job.owned(parameter_shards) * width
+        states["gradients"] = as_they_come(job, gradient, gradient_shards)
     if gradient_shards > 1 or job.accumulation == 1:
         states["whole_gradients"] = gradient if gradient_shards == 1 else job.precision.bytes
     if job.offload == "none":
-        kept = job.optimizer_bytes - (MASTER_BYTES if wide else 0.0)
-        states["optimizer"] = job.owned_trained(optimizer_shards) * kept
+        states["optimizer"] = (
+            job.moments(optimizer_shards) if wide else job.optimizer_states(optimizer_shards)
+        )
     if wide:
         states["casts"] = _casts(job)
         states["bucket"] = job.trained * gradient if copies else 0.0
@@ -151,14 +152,23 @@ def _casts(job: Workload) -> Passing:
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
-    """Of what a GPU offloads: master copies, moments, and the gradients that come for them."""
+    """Of what a GPU offloads: optimizer states, and the gradients that come for them.
+
+    Parameters that are offloaded, and gradients with them, are what `moved_to_host` says.
+    """
     moved = {
         work.kernel: work.memory_bytes
         for work in schedule.works
         if isinstance(work, Compute) and work.place == "link"
     }
-    elements = moved.get("from_host", 0.0) / job.precision.bytes
-    return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
+    share = moved.get("from_host", 0.0) / job.precision.bytes / max(1, job.trained)
+    return share * (job.trained * job.master_bytes + job.moments(1)) + moved.get("to_host", 0.0)
+
+
+def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:
+    """What of the states of a job without offloading is not `kept` on the GPU."""
+    states = "parameters", "gradients", "optimizer"
+    return sum(whole.most(name) - kept.most(name) for name in states)
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,10 @@ class Timeline:
     def peak(self) -> int:
         """The moment that holds most."""
         return int(np.argmax(self.total))
+
+    def most(self, item: str) -> Bytes:
+        """The most of an item."""
+        return float(self.items[item].max()) if item in self.items else 0.0
 
     def at(self, moment: int) -> dict[str, Bytes]:
         """The items of a moment, but for those of no bytes."""
@@ -295,7 +309,7 @@ class Backward:
         fused = (job.precision.bytes,) * 2
         loss = fused if job.loss == "fused" else _LOSS_BYTES[job.tp > 1]
         return Backward(
-            kept=_kept(job, block),
+            kept=kept_bytes(job, block),
             steps=tuple(steps),
             logits=logits * job.precision.bytes,
             loss=(logits * loss[0], logits * loss[1]),
@@ -350,7 +364,7 @@ def _needed(job: Workload, block: Block) -> Bytes:
     return sum(_kept_of(job, op) for op in block.operators)
 
 
-def _kept(job: Workload, block: Block) -> Bytes:
+def kept_bytes(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
         return sum(_kept_of(job, op, freed=True) for op in block.operators)
