@@ -306,8 +306,9 @@ class Backward:
         if not steps:
             steps = [(there, passing, done)]
         logits = block.logits * job.micro_batch
-        fused = (job.precision.bytes,) * 2
-        loss = fused if job.loss == "fused" else _LOSS_BYTES[job.tp > 1]
+        loss = job.loss_bytes or _LOSS_BYTES[job.tp > 1]
+        if job.loss == "fused":  # compiled code does not overwrite the logits by their gradient
+            loss = (job.precision.bytes, job.precision.bytes * (1 + job.compiled))
         return Backward(
             kept=kept_bytes(job, block),
             steps=tuple(steps),
@@ -372,7 +373,8 @@ def kept_bytes(job: Workload, block: Block) -> Bytes:
     products = block.of(Product)
     if not any(op.name == "bias" for op in block.operators):
         every = [op.rows * width for op in products for width in op.widths or (op.columns,)]
-        elements += sum(every[::2])
+        # Its last product's result is read by nobody else: compiled code does not keep it.
+        elements += sum(every[: -1 if job.compiled else None : 2])
     scores = [op for op in block.of(Attention) if op.softmax]
     elements += sum(op.rows * op.heads * op.value for op in scores)
     statistics = sum(op.statistics_bytes for op in scores)
