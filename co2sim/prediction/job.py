@@ -253,7 +253,9 @@ class Stage:
         cluster, line = self.cluster, self.timeline()
         items = line.at(line.peak)
         if cluster.backend == "nccl":  # Gloo is for processors, which have no context
-            items = items | overhead(items, self.schedule.groups, cluster.layout)
+            groups, layout = self.schedule.groups, cluster.layout
+            cached, eager = float(line.cached[line.peak]), self.workload.eager_loading
+            items = items | overhead(items, cached, groups, layout, eager_loading=eager)
         return items | {"total": sum(items.values())}
 
 
