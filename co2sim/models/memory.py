@@ -205,6 +205,11 @@ class Timeline:
         """The moment that holds most."""
         return int(np.argmax(self.total))
 
+    @property
+    def unused(self) -> Bytes:
+        """What the allocator has `cached` when it holds most, beside the peak of what it serves."""
+        return float(np.max(self.total + self.cached) - self.total[self.peak])
+
     def most(self, item: str) -> Bytes:
         """The most of an item."""
         return float(self.items[item].max()) if item in self.items else 0.0

@@ -254,7 +254,7 @@ class Stage:
         items = line.at(line.peak)
         if cluster.backend == "nccl":  # Gloo is for processors, which have no context
             groups, layout = self.schedule.groups, cluster.layout
-            cached, eager = float(line.cached[line.peak]), self.workload.eager_loading
+            cached, eager = line.unused, self.workload.eager_loading
             items = items | overhead(items, cached, groups, layout, eager_loading=eager)
         return items | {"total": sum(items.values())}
 
