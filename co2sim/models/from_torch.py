@@ -972,6 +972,7 @@ def _own_storages(model: nn.Module, inputs: Any, recorder: _Recorder) -> tuple[P
             dtype=str(x.dtype).removeprefix("torch."),
             width=x.element_size(),
             trainable=x.requires_grad,
+            storage=recorder.storage(x),
             aliases=tuple(paths[key][1:]),
         )
         for key, x in by.items()

@@ -144,6 +144,7 @@ class Parameter:
     dtype: str
     width: int
     trainable: bool
+    storage: int
     aliases: tuple[str, ...] = ()
 
     @property
