@@ -285,7 +285,7 @@ class Backward:
         eager = job.loss == "eager"
         logits = block.logits * job.micro_batch
         return Backward(
-            kept=_kept(job, block),
+            kept=kept_bytes(job, block),
             steps=tuple(steps),
             logits=logits * job.precision.bytes,
             loss=logits * (_LOSS_BYTES if eager else job.precision.bytes),
@@ -340,8 +340,8 @@ def _needed(job: Workload, block: Block) -> Bytes:
     return sum(_kept_of(job, op) for op in block.operators)
 
 
-def _kept(job: Workload, block: Block) -> Bytes:
-    """What is kept of a block until its backward pass, but for its logits."""
+def kept_bytes(job: Workload, block: Block) -> Bytes:
+    """What is kept of an executed block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
         return sum(_kept_of(job, op, freed=True) for op in block.operators)
     elements = block.boundary
