@@ -22,7 +22,6 @@ from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.operators import NARROW, Model
-from co2sim.models.workload import Optimizer
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
 from co2sim.prediction.question import Question
@@ -222,7 +221,7 @@ class RunSetup(BaseModel):
     attention: AttentionKernel = "flash"
     loss: Loss = "fused"
     checkpointing: Checkpointing = "non_reentrant"
-    optimizer: Optimizer = "adamw"
+    optimizer: Name = "adamw"
     overrides: Overrides = {}
     constants: tuple[tuple[str, float], ...] = ()
 

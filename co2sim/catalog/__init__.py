@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -31,6 +31,7 @@ from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import ORIGINS, Failures
 from co2sim.models.operators import Model
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import CHANGED, Stack
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ __all__ = [
     "load_cluster",
     "load_failures",
     "load_model",
+    "load_optimizer",
     "load_stack",
     "model_contents",
     "names",
+    "optimizer_contents",
     "stack_contents",
 ]
 
@@ -112,6 +115,14 @@ def model_contents(reference: str) -> Contents | None:
 def stack_contents(reference: str) -> Contents | None:
     """What a user's file says of a stack; None for a key of the catalog. Raises CatalogError."""
     return Contents(reference, read("stacks", reference)) if is_file(reference) else None
+
+
+def optimizer_contents(reference: str) -> Contents | None:
+    """What a user's file says of an optimizer; None for a key of the catalog.
+
+    Raises CatalogError.
+    """
+    return Contents(reference, read("optimizers", reference)) if is_file(reference) else None
 
 
 def _is_own(reference: str) -> bool:
@@ -373,6 +384,38 @@ def _stack(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Sta
     tree, reference = _opened(reference, partial(read, "stacks"))
     _apply(tree, reference, overrides, overrides)
     return Entry(_built(StackSpec, plain(tree), reference), tuple(facts(tree)))
+
+
+def load_optimizer(
+    reference: str | Contents, overrides: Mapping[str, str] | None = None
+) -> Entry[Optimizer]:
+    """An optimizer by catalog key, by a TOML file, or by what stands there.
+
+    `overrides` maps names, such as "newton_schulz", to texts. Raises CatalogError like
+    `load_cluster`.
+    """
+    in_file = isinstance(reference, str) and is_file(reference)
+    return _loaded(_optimizer, reference, overrides, in_file)
+
+
+def _optimizer(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Optimizer]:
+    from co2sim.catalog.specs import OptimizerSpec  # noqa: PLC0415 - pydantic is slow
+
+    tree, reference = _opened(reference, partial(read, "optimizers"))
+    _apply(tree, reference, overrides, overrides)
+    stated = tuple(facts(tree))
+    others = plain({"others": tree.pop("others", None)})["others"]
+    made = _built(OptimizerSpec, plain(tree), reference)
+    if isinstance(others, str):
+        if is_file(others):
+            raise CatalogError(
+                f"{reference}: others is {shown(others)}; it must be a name from `co2sim list"
+                " optimizers`, or a table"
+            )
+        others = load_optimizer(others).value
+    elif others is not None:
+        others = _built(OptimizerSpec, {"name": f"others of {made.name}"} | others, reference)
+    return Entry(replace(made, others=others), stated)
 
 
 _KINDS = {"transformer", "vit", "blocks"}

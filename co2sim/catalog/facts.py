@@ -16,7 +16,7 @@ from co2sim.common import files
 from co2sim.common.errors import CatalogError, given, nearest
 from co2sim.common.files import is_folder, is_regular, text_of
 
-Kind: TypeAlias = Literal["clusters", "gpus", "models", "stacks", "failures"]
+Kind: TypeAlias = Literal["clusters", "gpus", "models", "stacks", "optimizers", "failures"]
 Tree: TypeAlias = dict[str, Any]
 
 _MAX_PLACES = 9
@@ -205,7 +205,7 @@ def facts(
     source, assumed = _origin(tree, prefix, source, assumed=assumed)
     for key, node in tree.items():
         path = f"{prefix}{key}"
-        if key in {"source", "assumed", "name", "kind"}:
+        if key in {"source", "assumed", "name", "title", "kind"}:
             continue
         if isinstance(node, dict) and _is_fact(node):
             origin, marked = _origin(node, path, source, assumed=assumed)

@@ -50,6 +50,7 @@ from co2sim.hardware.cluster import (
 from co2sim.hardware.contract import Contract
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.operators import Model, plain_block
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.transformer import (
     Bias,
@@ -314,6 +315,9 @@ StackSpec = _spec(
     runs=(list[RunsSpec], []),  # type: ignore[valid-type]
 )
 """`stacks/*.toml`."""
+
+OptimizerSpec = _spec(Optimizer, _Built, others=(None, None))
+"""`optimizers/*.toml`; what `others` names or says is made apart."""
 
 
 class _Layers(_Built):

@@ -16,6 +16,7 @@ from co2sim.strategies import STRATEGIES, option_range, strategy_options
 
 _KEYS: Mapping[Kind, set[str]] = {
     "stacks": {"flash"},
+    "optimizers": {"moments"},
     "clusters": {"nodes"},
     "gpus": {"peak"},
     "failures": {"gpu", "node", "switch", "job"},
@@ -27,8 +28,8 @@ def list_(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="clusters, gpus, models, stacks, failures, strategies, prices, grids, nodes,"
-            " electricity, ownership, or one name from them."
+            help="clusters, gpus, models, stacks, optimizers, failures, strategies, prices, grids,"
+            " nodes, electricity, ownership, or one name from them."
         ),
     ] = None,
 ) -> None:
@@ -81,7 +82,8 @@ def _print_names(out: Console, kind: Kind) -> None:
     for name in names(kind):
         tree = read(kind, name)
         assumed = sum(fact.assumed for fact in facts(tree))
-        rows.append((name, str(tree["name"]), f"{assumed or ''}"))
+        title = str(tree.get("title", tree["name"]))
+        rows.append((name, title, f"{assumed or ''}"))
     print_table(out, kind, ("name", "what it is", "assumed numbers"), rows, left=2)
 
 
@@ -124,9 +126,10 @@ def _with_range(allowed: str, bounds: str) -> str:
 
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
     counted: list[tuple[str, str, str, str]] = []
-    name = str(read(kind, what).get("name", ""))
-    if kind in {"gpus", "stacks", "failures"}:
-        entries: Iterable[Fact] = facts(read(kind, what))
+    tree = read(kind, what)
+    name = str(tree.get("title", tree.get("name", "")))
+    if kind in {"gpus", "stacks", "optimizers", "failures"}:
+        entries: Iterable[Fact] = facts(tree)
     elif kind == "clusters":
         entries = load_cluster(what).facts
     else:

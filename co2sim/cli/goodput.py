@@ -115,7 +115,7 @@ def _answer(
         and not (failures.checkpoint == "blocking" and fact.path.endswith(".pause"))
     ]
     result = replace(result, assumed=(*result.assumed, *assumed))
-    trained = trained_of(result, hardware, model.value, optimizer=case.optimizer)
+    trained = trained_of(result, hardware, model.value, optimizer=case.load_optimizer().value)
     found = goodput_where(failures, trained, every)
     needed = None
     if tokens is not None:

@@ -23,6 +23,7 @@ from co2sim.common import convert
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import Stack
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import ONE_TRAINING, Goal, Project
@@ -129,7 +130,7 @@ def _parameter(
         hint = Any
     elif get_origin(hint) in {Mapping, dict}:
         hint = list[str] | None
-    elif get_origin(hint) is Literal or Stack in get_args(hint):
+    elif get_origin(hint) is Literal or {Stack, Optimizer} & set(get_args(hint)):
         hint = str
     elif any(get_origin(kind) is Literal for kind in get_args(hint)):
         hint = str | None

@@ -69,8 +69,9 @@ class Framework:
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
     go back. `context` is how ranks that divide sequences exchange keys and values. With
     `main_gradients` it sums gradients of bf16 up in fp32. It `keeps` activations that others fuse
-    away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients are in fp32, and products cast
-    them. A `compiled` one fuses chains of elementwise kernels of models that were traced.
+    away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients
+    are in fp32, and products cast them. A `compiled` one fuses chains of elementwise kernels of
+    models that were traced.
     """
 
     attention: AttentionKernel = "flash"

@@ -27,7 +27,7 @@ from co2sim.models.operators import (
     Product,
     TensorExchange,
 )
-from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
@@ -56,9 +56,12 @@ offloading and adapters, and up to 33 % (Guo et al. 2024, GMLake, arXiv 2401.081
 OVERHEAD = ("fragmentation", "nccl", "context")
 """Items that PyTorch's allocator does not count as allocated."""
 
-_LOSS_BYTES: Bytes = 12.0
-"""Of PyTorch's cross entropy for a logit, beside the logits in their own type: in fp32 the
-log-probabilities, their gradient, and the gradient of the logits (`nll_loss` behind `log_softmax`).
+_LOSS_BYTES = {False: (10.0, 12.0), True: (10.0, 16.0)}
+"""Of PyTorch's cross entropy for a logit, forward and back; True: of a divided vocabulary.
+
+Forward: the logits in 16 bits and in fp32, and log-probabilities. Backward: these, their gradient,
+and that of the logits (`nll_loss` behind `log_softmax`), all in fp32; and a sum of gradients in
+torch.distributed.tensor.parallel.loss_parallel.
 """
 
 
@@ -66,12 +69,12 @@ log-probabilities, their gradient, and the gradient of the logits (`nll_loss` be
 class Passing:
     """Bytes that come and go: while each block goes forward and backward, and at single moments.
 
-    `forward` and `backward` are by block, or one number for all. `loss` is that of its backward
-    pass, `end` behind the last backward pass, and `step` while the optimizer updates.
+    `forward` and `backward` are by block, or one number for all, `loss` forward and back, or one
+    number. `end` is behind the last backward pass, and `step` while the optimizer updates.
     """
 
     forward: ArrayLike = 0.0
-    loss: Bytes = 0.0
+    loss: ArrayLike = 0.0
     backward: ArrayLike = 0.0
     end: Bytes = 0.0
     step: Bytes = 0.0
@@ -82,7 +85,8 @@ class Passing:
             np.broadcast_to(np.asarray(sizes, float), blocks)
             for sizes in (self.forward, self.backward)
         )
-        return np.concatenate([forward, [self.loss], backward[::-1], [self.end, self.step]])
+        loss = np.broadcast_to(np.asarray(self.loss, float), 2)
+        return np.concatenate([forward, loss, backward[::-1], [self.end, self.step]])
 
 
 Items: TypeAlias = Mapping[str, Bytes | Passing]
@@ -100,22 +104,23 @@ def model_states(
     """Parameters, gradients and optimizer states, each divided over its number of shards.
 
     What is frozen has neither gradients nor optimizer states, and no master copy among these.
-    States that are offloaded are in the host's memory, with the master copy (`host_memory`). Under
+    What is offloaded is in the host's memory, states with the master copy (`host_memory`). Under
     autocast whole parameters are their own master copy, their gradients are in fp32, too, and
     buckets hold `copies` of these. `whole_gradients` are bytes an element until a block is done.
     """
     wide = job.autocast and parameter_shards == 1 and job.precision is not DType.FP32
-    width = MASTER_BYTES if wide else job.precision.bytes
-    gradient = MASTER_BYTES if wide else job.gradient_bytes
-    states: dict[str, Bytes | Passing] = {
-        "parameters": job.owned(parameter_shards) * width,
-        "gradients": as_they_come(job, gradient, gradient_shards),
-    }
+    width = DType.FP32.bytes if wide else job.precision.bytes
+    gradient = DType.FP32.bytes if wide else job.gradient_bytes
+    states: dict[str, Bytes | Passing] = {}
+    if job.offload != "parameters":
+        states["parameters"] = job.owned(parameter_shards) * width
+        states["gradients"] = as_they_come(job, gradient, gradient_shards)
     if gradient_shards > 1 or job.accumulation == 1:
         states["whole_gradients"] = gradient if gradient_shards == 1 else job.precision.bytes
     if job.offload == "none":
-        kept = job.optimizer_bytes - (MASTER_BYTES if wide else 0.0)
-        states["optimizer"] = job.owned_trained(optimizer_shards) * kept
+        states["optimizer"] = (
+            job.moments(optimizer_shards) if wide else job.optimizer_states(optimizer_shards)
+        )
     if wide:
         states["casts"] = _casts(job)
         states["bucket"] = job.trained * gradient if copies else 0.0
@@ -141,18 +146,29 @@ def _casts(job: Workload) -> Passing:
     there = sizes.cumsum() * job.precision.bytes
     again = np.array([job.repeats(block) for block in job.model.blocks])
     back = np.where(again, 0.0, sizes).cumsum() * job.precision.bytes
-    return Passing(there, back[-1], back + np.where(again, sizes, 0.0) * job.precision.bytes)
+    return Passing(
+        there, [there[-1], back[-1]], back + np.where(again, sizes, 0.0) * job.precision.bytes
+    )
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
-    """Of what a GPU offloads: master copies, moments, and the gradients that come for them."""
+    """Of what a GPU offloads: optimizer states, and the gradients that come for them.
+
+    Parameters that are offloaded, and gradients with them, are what `moved_to_host` says.
+    """
     moved = {
         work.kernel: work.memory_bytes
         for work in schedule.works
         if isinstance(work, Compute) and work.place == "link"
     }
-    elements = moved.get("from_host", 0.0) / job.precision.bytes
-    return elements * OPTIMIZER_BYTES[job.optimizer] + moved.get("to_host", 0.0)
+    share = moved.get("from_host", 0.0) / job.precision.bytes / max(1, job.trained)
+    return share * (job.trained * job.master_bytes + job.moments(1)) + moved.get("to_host", 0.0)
+
+
+def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:
+    """What of the states of a job without offloading is not `kept` on the GPU."""
+    states = "parameters", "gradients", "optimizer"
+    return sum(whole.most(name) - kept.most(name) for name in states)
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,10 @@ class Timeline:
     def peak(self) -> int:
         """The moment that holds most."""
         return int(np.argmax(self.total))
+
+    def most(self, item: str) -> Bytes:
+        """The most of an item."""
+        return float(self.items[item].max()) if item in self.items else 0.0
 
     def at(self, moment: int) -> dict[str, Bytes]:
         """The items of a moment, but for those of no bytes."""
@@ -199,8 +219,10 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
     repeats = [job.repeats(block) for block, _, _ in blocks]
     width = job.precision.bytes * job.micro_batch
+    # Under autocast sums are in fp32, and so is what goes from layer to layer.
+    stream = max(width, job.autocast * DType.FP32.bytes * job.micro_batch)
     inputs = np.array(
-        [r * block.boundary * width for (block, _, _), r in zip(blocks, repeats, strict=True)]
+        [r * block.boundary * stream for (block, _, _), r in zip(blocks, repeats, strict=True)]
     )
     kept = np.array(
         [0.0 if r else steps[kind].kept for (_, _, kind), r in zip(blocks, repeats, strict=True)]
@@ -208,6 +230,7 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     worst = [steps[kind].worst(whole) for _, _, kind in blocks]
     needed, workspace, gradients = (np.array(column) for column in zip(*worst, strict=True))
     logits = np.array([steps[kind].logits for _, _, kind in blocks])
+    loss = np.sum([step.loss for step in steps.values()], axis=0)
     more = micro_batches - 1
 
     def line(
@@ -216,17 +239,15 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
         """Of what stays from a block's forward pass to its backward pass."""
         behind = np.cumsum(before)
         forward, back = behind, behind - before + here
-        return np.concatenate([forward, [behind[-1]], back[::-1], [0.0, 0.0]]) + more * after
+        return np.concatenate([forward, [behind[-1]] * 2, back[::-1], [0.0] * 2]) + more * after
 
-    end = np.zeros(2)
+    ends = np.zeros(2)
     items = {
         "checkpoints": line(inputs, inputs, inputs.sum()),
         "activations": line(kept, needed, kept.sum()),
-        "workspace": np.concatenate([np.zeros(count), [0.0], workspace[::-1], end]),
-        "unreduced": np.concatenate([np.zeros(count), [0.0], gradients[::-1], end]),
-        "logits": np.concatenate(
-            [logits, [sum(s.loss for s in steps.values())], logits[::-1], end]
-        ),
+        "workspace": np.concatenate([np.zeros(count), ends, workspace[::-1], ends]),
+        "unreduced": np.concatenate([np.zeros(count), ends, gradients[::-1], ends]),
+        "logits": np.concatenate([logits, loss, logits[::-1], ends]),
     }
     for name, size in others.items():
         passing = size if isinstance(size, Passing) else Passing(size, size, size, size, size)
@@ -235,6 +256,7 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     moments = (
         *(f"forward of {name}" for name in names),
         "loss",
+        "backward of the loss",
         *(f"backward of {name}" for name in reversed(names)),
         "reduction of the last gradients",
         "optimizer",
@@ -248,13 +270,14 @@ class Backward:
 
     `kept` is there between the two passes. At each of `steps` there are the activations that are
     still needed, the gradients of operands and results, and elements of weights whose gradient has
-    been made so far. `logits` are there as long as the block is at work, and `loss` at the loss.
+    been made so far. `logits` are there as long as the block is at work, and `loss` at the loss, on
+    the way forward and back.
     """
 
     kept: Bytes
     steps: tuple[tuple[Bytes, Bytes, int], ...]
     logits: Bytes = 0.0
-    loss: Bytes = 0.0
+    loss: tuple[Bytes, Bytes] = (0.0, 0.0)
 
     def worst(self, whole: Bytes) -> tuple[Bytes, Bytes, Bytes]:
         """The step that holds most, with whole gradients of so many bytes an element."""
@@ -282,13 +305,14 @@ class Backward:
                 there -= op.rows * _more(op) * width
         if not steps:
             steps = [(there, passing, done)]
-        eager = job.loss == "eager"
         logits = block.logits * job.micro_batch
+        fused = (job.precision.bytes,) * 2
+        loss = fused if job.loss == "fused" else _LOSS_BYTES[job.tp > 1]
         return Backward(
             kept=kept_bytes(job, block),
             steps=tuple(steps),
             logits=logits * job.precision.bytes,
-            loss=logits * (_LOSS_BYTES if eager else job.precision.bytes),
+            loss=(logits * loss[0], logits * loss[1]),
         )
 
 

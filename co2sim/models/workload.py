@@ -40,6 +40,7 @@ from co2sim.models.operators import (
     kinds,
     shard_model,
 )
+from co2sim.models.optimizer import ADAMW, FP32, Matrix, Optimizer, Tensors, trained_tensors
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Collective,
@@ -62,11 +63,10 @@ _LOSS_SUMS = 3
 """All-reduces of a value for every row of logits: their largest, the target's, the sum of their
 exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
 
-Optimizer = Literal["adamw", "adamw_8bit", "sgd"]
-
-Offload = Literal["none", "optimizer"]
+Offload = Literal["none", "optimizer", "parameters"]
 """optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.
-2021, ZeRO-Offload, arXiv 2101.06840)."""
+2021, ZeRO-Offload, arXiv 2101.06840). parameters: these and gradients, too; a block's share comes
+over the link before it is gathered (ZeRO-Infinity, arXiv 2104.07857; torch's CPUOffloadPolicy)."""
 
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
@@ -83,18 +83,6 @@ MAX_SAMPLES = 10_000
 
 MAX_RANK = 65_536
 """Of adapters: wider than the layers of any model."""
-
-MASTER_BYTES: Bytes = 4.0
-"""fp32 master copy of a parameter in mixed precision."""
-
-OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {
-    "adamw": 12.0,
-    "adamw_8bit": MASTER_BYTES + 2 * (1 + 4 / 256),
-    "sgd": 8.0,
-}
-"""fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1). In 8 bits
-two moments of a byte, with a scale in fp32 for 256 (Dettmers et al. 2022, arXiv 2110.02861;
-bitsandbytes 0.45, optim/optimizer.py, blocksize)."""
 
 
 _BOTH = 2
@@ -125,7 +113,7 @@ class Workload(Mesh, Framework):
     """Of weights, activations and results."""
 
     recompute: Recompute = "none"
-    optimizer: Optimizer = "adamw"
+    optimizer: Optimizer = ADAMW
     narrow: Narrow | None = None
     """The type that operands of the layers' products with weights are cast to, if any."""
 
@@ -154,6 +142,11 @@ class Workload(Mesh, Framework):
         for name in ("micro_batch", "accumulation"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MAX_SAMPLES))
         self.check()
+        if self.offload != "none" and self.optimizer.needs_whole:
+            raise OptionError(
+                f"offload={self.offload} does not combine with optimizer={self.optimizer.name}: the"
+                " speed of its matrix products on a host is not known"
+            )
         if self.lora is None:
             return
         object.__setattr__(self, "lora", whole("lora", self.lora, 1, MAX_RANK))
@@ -197,7 +190,7 @@ class Workload(Mesh, Framework):
         """Those of `owned` that are trained."""
         return self._divided(self.trained, self.trained_experts, shards)
 
-    def _divided(self, parameters: int, experts: int, shards: int) -> float:
+    def _divided(self, parameters: float, experts: float, shards: int) -> float:
         if shards == 1:
             return parameters
         return (parameters - experts) / shards + experts / self.expert_replicas(shards)
@@ -554,11 +547,38 @@ class Workload(Mesh, Framework):
         works = self.works()
         return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
 
+    @cached_property
+    def tensors(self) -> tuple[Tensors, Tensors]:
+        """What is trained: of all ranks, and of experts that ranks divide.
+
+        Raises OptionError for an optimizer that needs matrices, where none is known.
+        """
+        if not self.optimizer.needs_shapes:
+            return Tensors(others=self.trained - self.trained_experts), Tensors(
+                others=self.trained_experts
+            )
+        found = trained_tensors(self.model)
+        if self.trained and not any(tensors.matrices for tensors in found):
+            raise OptionError(
+                f"optimizer={self.optimizer.name} does not apply to {self.model.name}: nothing is"
+                " known of its matrices"
+            )
+        return found
+
     @property
-    def optimizer_bytes(self) -> Bytes:
-        """Optimizer state per parameter; in fp32 the parameters are their own master copy."""
-        master = MASTER_BYTES if self.precision is DType.FP32 else 0.0
-        return OPTIMIZER_BYTES[self.optimizer] - master
+    def master_bytes(self) -> Bytes:
+        """Of a parameter as the optimizer changes it: its master copy, or itself."""
+        return self.precision.bytes if self.optimizer.master == "none" else FP32
+
+    def moments(self, shards: int) -> Bytes:
+        """Optimizer states but for master copies that a GPU owns, where `shards` divide them."""
+        dense, experts = (self.optimizer.states(tensors) for tensors in self.tensors)
+        return self._divided(dense + experts, experts, shards)
+
+    def optimizer_states(self, shards: int) -> Bytes:
+        """The same with master copies, which parameters in fp32 are themselves."""
+        copies = self.master_bytes if self.master_bytes > self.precision.bytes else 0.0
+        return self.moments(shards) + self.owned_trained(shards) * copies
 
     @property
     def gradient_bytes(self) -> Bytes:
@@ -570,13 +590,38 @@ class Workload(Mesh, Framework):
         return DType.FP32.bytes if summed else self.precision.bytes
 
     def optimizer_step(self, elements: int) -> Compute:
-        """The optimizer over `elements` parameters: memory-bound.
+        """The optimizer over `elements` parameters: memory-bound, but for products of matrices.
 
-        Traffic: gradient, master copy and moments read; master copy, moments and parameter written.
+        Of those it has that share, as if ranks that divide parameters had whole matrices.
         """
-        state = self.optimizer_bytes
+        work = self.optimizer_elements(elements)
+        if not self.optimizer.needs_whole:
+            return work
+        matrices = [matrix for tensors in self.tensors for matrix in tensors.matrices]
+        products = self.optimizer_products(matrices, elements / max(1, self.trained))
+        sums = work.flops + products.flops, work.memory_bytes + products.memory_bytes
+        return Compute("optimizer", *sums, parts=(work, products))
+
+    def optimizer_elements(self, elements: int) -> Compute:
+        """What the optimizer does element by element for `elements` parameters."""
+        parts, made = self.tensors, self.optimizer
+        share = elements / max(1, sum(tensors.elements for tensors in parts))
+        moved = sum(made.moved(tensors, self.precision.bytes) for tensors in parts)
+        flops = sum(made.flops(tensors) for tensors in parts)
+        return Compute("optimizer", flops * share, moved * share)
+
+    def optimizer_products(self, matrices: Sequence[Matrix], share: float = 1.0) -> Compute:
+        """The products of a step over whole matrices, or a share of them."""
+        products = tuple(
+            product.times(share)
+            for matrix in matrices
+            for product in self.optimizer.products(matrix, self.precision)
+        )
         return Compute(
-            "optimizer", 12.0 * elements, elements * (2 * self.precision.bytes + 2 * state)
+            "orthogonalize" if self.optimizer.newton_schulz else "precondition",
+            sum(product.flops for product in products),
+            sum(product.bytes for product in products),
+            Kernels(products, sum(product.count for product in products), 0.0),
         )
 
 

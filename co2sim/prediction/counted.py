@@ -12,7 +12,7 @@ from co2sim.common.units import Seconds, timespan
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import Failures
 from co2sim.models.operators import Model
-from co2sim.models.workload import Optimizer
+from co2sim.models.optimizer import ADAMW, Optimizer
 from co2sim.prediction.goodput import Goodput, Shares, goodput_where, trained_of
 from co2sim.prediction.result import Result
 
@@ -62,7 +62,7 @@ def failures_of(cluster: Cluster, days: float) -> Failures | None:
 
 
 def counted_failures(
-    result: Result, cluster: Cluster, model: Model, days: float, *, optimizer: Optimizer = "adamw"
+    result: Result, cluster: Cluster, model: Model, days: float, *, optimizer: Optimizer = ADAMW
 ) -> CountedFailures | None:
     """What failures leave of a training of `days` without them; None where none count.
 

@@ -14,8 +14,9 @@ from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import above, at_least, whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS, READ_PER_NODE, WRITE_PER_NODE, Failures
+from co2sim.models.adapters import with_adapters
 from co2sim.models.operators import Model
-from co2sim.models.workload import OPTIMIZER_BYTES, Optimizer
+from co2sim.models.optimizer import ADAMW, FP32, Optimizer, states_per_parameter
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import Strategy, parse
@@ -354,7 +355,8 @@ class Trained:
     a round of local updates, or of a step. `outer_bytes` is the outer state of local updates:
     anchor, momentum, and an average under way. A worker reads the state of a peer at
     `peer_bandwidth`. Of `parameters` all are trained and saved; besides, a restart reads
-    `frozen_bytes` of weights.
+    `frozen_bytes` of weights. A parameter takes `master` bytes in a checkpoint, and what the
+    optimizer keeps of it `moments`.
     """
 
     gpus: int
@@ -364,7 +366,8 @@ class Trained:
     workers: int = 1
     outer_bytes: Bytes = 0.0
     peer_bandwidth: BytesPerSecond = math.inf
-    optimizer: Optimizer = "adamw"
+    master: Bytes = FP32
+    moments: Bytes = 8.0
     frozen_bytes: Bytes = 0.0
 
 
@@ -480,12 +483,8 @@ def _absent(share: float) -> Shares:
 _NEVER = 1 / (1000 * 365.25 * 86400.0)
 """Failures per second: what stops all once in a thousand years needs no checkpoints."""
 
-_MASTER: Bytes = 4.0
-"""Of the fp32 parameters, which `OPTIMIZER_BYTES` counts with the moments."""
-
-
 _WEIGHT: Bytes = 2.0
-"""Of a frozen weight, which is read in 16 bits."""
+"""Of one in 16 bits: frozen, or trained without a master copy."""
 
 
 def goodput_of(
@@ -493,7 +492,7 @@ def goodput_of(
     cluster: Cluster,
     model: Model,
     *,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer = ADAMW,
     strategy: Strategy | None = None,
     every: Seconds | None = None,
     ends: bool = True,
@@ -523,7 +522,7 @@ def trained_of(
     cluster: Cluster,
     model: Model,
     *,
-    optimizer: Optimizer = "adamw",
+    optimizer: Optimizer = ADAMW,
     strategy: Strategy | None = None,
 ) -> Trained:
     """What a result trains; for the arguments see `goodput_of`."""
@@ -546,7 +545,10 @@ def trained_of(
         workers=workers,
         outer_bytes=result.memory_bytes_per_gpu.get("outer", 0.0) * result.gpus / workers,
         peer_bandwidth=link.payload_bandwidth,
-        optimizer=optimizer,
+        master=_WEIGHT if optimizer.master == "none" and result.precision != "fp32" else FP32,
+        moments=states_per_parameter(
+            optimizer, with_adapters(model, result.lora) if result.lora else model
+        ),
     )
 
 
@@ -654,15 +656,15 @@ class _Setting:
 
     @property
     def checkpoint_bytes(self) -> Bytes:
-        """Parameters and moments in fp32; of local updates the moments of one worker."""
+        """Parameters and moments; of local updates the moments of one worker."""
         trained = self.trained
-        return trained.parameters * OPTIMIZER_BYTES[trained.optimizer] + trained.outer_bytes
+        return trained.parameters * (trained.master + trained.moments) + trained.outer_bytes
 
     def saving(self) -> Saving:
         """All GPUs write in parallel; moments of local updates are those of one worker's GPUs."""
         failures, trained, gpus = self.failures, self.trained, self.trained.gpus
         bandwidth = failures.checkpoint_bandwidth or WRITE_PER_NODE * trained.nodes
-        moments = trained.parameters * (OPTIMIZER_BYTES[trained.optimizer] - _MASTER)
+        moments = trained.parameters * trained.moments
         shared = self.checkpoint_bytes - moments
         copy = (shared / gpus + moments / (gpus / trained.workers)) / failures.host_bandwidth
         write = self.checkpoint_bytes / bandwidth
@@ -734,7 +736,7 @@ class _Setting:
         nodes = -(-gpus * trained.nodes // trained.gpus)
         rate = rates.of(gpus, nodes, _of(gpus, failures.gpus_per_switch))
         taken = rates.preemption * nodes
-        state = trained.parameters * _MASTER + trained.outer_bytes
+        state = trained.parameters * trained.master + trained.outer_bytes
         wait, round_time = failures.detection, trained.round_time
         # a worker fails anywhere in a round; the others reach its end and wait until it is noticed
         early = min(wait, round_time)

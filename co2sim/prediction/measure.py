@@ -161,13 +161,14 @@ def result_of(line: "Line") -> Result:
     sent |= {name: sent.get(name, 0.0) + size for name, size in line.sent.items()}
     busy = first.busy + line.sending * steps
     names = (*MESH, "micro_batch", "accumulation", "lora", "recompute")
-    names = (*names, "optimizer", "offload", "attention")
+    names = (*names, "offload", "attention")
     return Result(
         **rates(job, step),
         **{name: getattr(work, name) for name in names},
         cluster=cluster.name,
         model=job.model.name,
         stack=job.stack.name,
+        optimizer=work.optimizer.name,
         unit=job.model.unit,
         strategy=title(job.strategy),
         gpus=gpus,

@@ -3,14 +3,14 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
 from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.models.memory import host_memory
+from co2sim.models.memory import host_memory, moved_to_host
 from co2sim.models.operators import Attention, Block
 from co2sim.models.workload import Workload
 from co2sim.prediction.intervals import (
@@ -124,10 +124,15 @@ def offloaded(job: Job) -> tuple[str, ...]:
     if job.workload.offload == "none":
         return ()
     stage, gpus = job.stage(0, 1), job.cluster.gpus_per_node
+    what = "optimizer states and gradients"
     each = host_memory(stage.workload, stage.schedule)
+    if job.workload.offload == "parameters":
+        whole = replace(stage, workload=replace(stage.workload, offload="none"))
+        what = "parameters, optimizer states and gradients"
+        each = moved_to_host(whole.timeline(), stage.timeline())
     sizes = f"{scaled(each, 'B')} of the host's memory for each GPU, {scaled(gpus * each, 'B')}"
     interval = "the interval is that of runs without a host's optimizer"
-    return (f"optimizer states and gradients take {sizes} on a node; {interval}",)
+    return (f"{what} take {sizes} on a node; {interval}",)
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:

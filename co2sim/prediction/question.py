@@ -16,8 +16,10 @@ from co2sim.catalog import (
     cluster_contents,
     load_cluster,
     load_model,
+    load_optimizer,
     load_stack,
     model_contents,
+    optimizer_contents,
     stack_contents,
 )
 from co2sim.catalog.facts import is_file
@@ -35,8 +37,9 @@ from co2sim.models.framework import (
     recomputation,
 )
 from co2sim.models.operators import NARROW, Model
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import UNNAMED, Runs, Stack, needs_of
-from co2sim.models.workload import MAX_RANK, Narrow, Offload, Optimizer, Workload
+from co2sim.models.workload import MAX_RANK, Narrow, Offload, Workload
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
@@ -179,11 +182,17 @@ class Question(Mesh):
         " default: what the stack does.",
         "job",
     )
-    optimizer: Optimizer = option("adamw", "adamw, adamw_8bit (moments in 8 bits) or sgd.", "job")
+    optimizer: str | Optimizer | Contents = option(
+        "adamw",
+        "adamw, adamw_8bit (moments in 8 bits), adamw_bf16 (all in bf16), sgd, lion, adafactor,"
+        " muon, soap, schedule_free (`co2sim list optimizers`), or a TOML file.",
+        "job",
+    )
     offload: Offload = option(
         "none",
-        "What the host has instead of the GPU: none, or optimizer (its states, which the host's"
-        " processors update; gradients go there and parameters come back).",
+        "What the host has instead of the GPU: none; optimizer (its states, which the host's"
+        " processors update; gradients go there and parameters come back); or parameters (these and"
+        " gradients, too: zero3 and fsdp load a block's share before each gather).",
         "job",
     )
     lora: Annotated[int | None, Within((1, MAX_RANK))] = option(
@@ -201,8 +210,8 @@ class Question(Mesh):
     )
     overrides: Mapping[str, str] = option(
         {},
-        'Override any number of the cluster or, behind "model." and "stack.", of the model and the'
-        ' stack: --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
+        'Override any number of the cluster or, behind "model.", "stack." and "optimizer.", of'
+        ' these: --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
         "job",
         "--set",
     )
@@ -229,6 +238,7 @@ class Question(Mesh):
             "cluster": _named("cluster", self.cluster, Cluster),
             "model": _named("model", self.model, Model),
             "stack": _named("stack", self.stack, Stack),
+            "optimizer": _named("optimizer", self.optimizer, Optimizer),
             "strategy": _strategy(self.strategy),
             "overrides": convert.texts("overrides", self.overrides),
         }
@@ -284,6 +294,7 @@ class Question(Mesh):
             "cluster": contents(cluster_contents, self.cluster, named),
             "model": contents(model_contents, self.model),
             "stack": contents(stack_contents, self.stack),
+            "optimizer": contents(optimizer_contents, self.optimizer),
         }
         changed = {k: value for k, value in inlined.items() if value is not getattr(self, k)}
         return replace(self, **changed) if changed else self
@@ -293,6 +304,10 @@ class Question(Mesh):
         entry = _entry(self.chosen_stack, load_stack, self._overrides_of("stack."))
         _check_runs(entry.value.name, entry.value.runs, entry.value.recomputes)
         return entry
+
+    def load_optimizer(self) -> Entry[Optimizer]:
+        """The optimizer, from its name, file or object."""
+        return _entry(self.optimizer, load_optimizer, self._overrides_of("optimizer."))
 
     @property
     def chosen_stack(self) -> str | Stack | Contents:
@@ -310,7 +325,7 @@ class Question(Mesh):
     @property
     def cluster_overrides(self) -> dict[str, str]:
         """The overrides of numbers of the cluster."""
-        others = "model.", "stack."
+        others = "model.", "stack.", "optimizer."
         return {k: v for k, v in self.overrides.items() if not k.startswith(others)}
 
     def _overrides_of(self, prefix: str) -> dict[str, str]:
@@ -330,9 +345,11 @@ class Question(Mesh):
                 f"{self.expert_words} combines with ddp, zero1, zero2 and fsdp; not with"
                 f" {strategy.name}"
             )
-        if self.offload != "none" and not strategies.says(strategy, "offloads"):
+        if self.offload not in {"none", *(strategies.says(strategy, "offloads") or ())}:
+            kinds = strategies.STRATEGIES.items()
+            *able, last = [n for n, kind in kinds if self.offload in getattr(kind, "offloads", ())]
             raise OptionError(
-                f"offload={self.offload} combines with ddp, zero1, zero2, zero3 and fsdp; not with"
+                f"offload={self.offload} combines with {', '.join(able)} and {last}; not with"
                 f" {strategy.name}"
             )
         stack = self.load_stack().value
@@ -346,6 +363,7 @@ class Question(Mesh):
             call_overhead=stack.call_overhead,
             assumed=(
                 *assumed(cluster, model, offload=self.offload != "none"),
+                *_under("optimizer", self.load_optimizer()),
                 *beyond_the_file(stated, sized),
             ),
         )
@@ -386,7 +404,7 @@ class Question(Mesh):
             precision=precision,
             narrow=narrow,
             recompute=self.recompute,
-            optimizer=self.optimizer,
+            optimizer=self.load_optimizer().value,
             offload=self.offload,
             lora=self.lora,
             **self.mesh_values(),
@@ -562,7 +580,7 @@ class JobOptions(TypedDict, total=False):
     recompute: Recompute
     checkpointing: Checkpointing | None
     loss: Loss | None
-    optimizer: Optimizer
+    optimizer: str | Optimizer | Contents
     offload: Offload
     lora: Count | None
     stack: str | Stack | Contents

@@ -164,7 +164,7 @@ def totals_of(case: Question, result: Result, tokens: float, goal: Goal = NO_GOA
     entries = case.load()
     cluster, model = entries[0].value, entries[1].value
     days = days_without_failures(result, tokens, goal)
-    failures = counted_failures(result, cluster, model, days, optimizer=case.optimizer)
+    failures = counted_failures(result, cluster, model, days, optimizer=case.load_optimizer().value)
     return totals(result, cluster.resized(result.gpus), tokens, goal, failures)
 
 

@@ -224,7 +224,8 @@ class Gemm:
     """Matrix products of `rows` x `inner` times `inner` x `columns`, elements of `width` bytes.
 
     There are `count` calls, which may be a fraction, of `batch` products each. Those of a `narrow`
-    type, fp8 or fp4, have results of `result` bytes an element (0: `width`).
+    type, fp8 or fp4, have results of `result` bytes an element (0: `width`); it may also be one of
+    16 or 32 bits, other than that of most products.
     """
 
     rows: int

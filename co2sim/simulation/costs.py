@@ -28,6 +28,7 @@ from co2sim.schedule.schedule import (
     PEERS,
     Collective,
     Compute,
+    DType,
     FusedAttention,
     Gemm,
     Group,
@@ -675,8 +676,9 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
 
 
 def _narrow(product: Gemm, gpu: GPU, times: KernelTimes) -> FlopsPerSecond:
-    """The speed of a product's arithmetic in a type below 16 bits."""
-    return peak_flops(gpu, product.narrow) * (times.narrow_efficiency or times.gemm_efficiency)
+    """The speed of a product's arithmetic in a type other than that of most products."""
+    narrow = product.narrow not in set(DType) and times.narrow_efficiency
+    return peak_flops(gpu, product.narrow) * (narrow or times.gemm_efficiency)
 
 
 def _attention_time(

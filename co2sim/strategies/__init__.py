@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin
 
 from co2sim.common import convert
 from co2sim.common.errors import OptionError, nearest
-from co2sim.common.units import Bytes
 from co2sim.models.memory import Items
 from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import MESH
@@ -43,7 +42,7 @@ class Strategy(Protocol):
 
     - `shares`: what its replicas share: nothing, (optimizer) states, parameters, or steps;
     - `exchanges`: what they send: gradients, parameters, quantized (both) or averages;
-    - `divides_experts`, `offloads`: whether it combines with these;
+    - `divides_experts`: whether it combines with these; `offloads`: what it can have on hosts;
     - `divides_layers`, `has_stages`: whether a plan tries it with `tp` and `cp`, and with `pp`.
     """
 

@@ -10,7 +10,7 @@ import numpy as np
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.memory import Items, Passing, as_they_come
-from co2sim.models.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     WORLD,
     After,
@@ -21,6 +21,7 @@ from co2sim.schedule.schedule import (
     Kind,
     Layout,
     Op,
+    Place,
     Schedule,
     Turn,
 )
@@ -46,11 +47,15 @@ from co2sim.strategies.step import (
     update,
     whole_options,
 )
+from co2sim.strategies.whole_matrices import EXCHANGED, Division, check_shapes, refuse_whole
 
 REPLICATE = "replicate"
 """The stream of all-reduces between groups of shards: their own communicator."""
+LOAD = "load"
+"""The stream of copies from the host: torch's for the inputs of all-gathers."""
 
 _OPS_PER_BLOCK = 9
+_LOADS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,8 @@ class Sharding:
     `again` is None where units stay whole. `replicas` hold the same shards. Gradients are reduced
     in `reduce`, in every micro-step or in the last. Experts that ranks divide are shared among
     `experts`; None: each rank has its own whole. With `copies` gathered units are copied out of
-    a buffer, and gradients into one; without, autograd joins gradients of views to a flat one.
+    a buffer, and gradients into one; without, autograd joins gradients of views to a flat one. A
+    rank `loads` its shares from the host before a gather, and stores reduced gradients there.
     """
 
     among: Group
@@ -71,6 +77,7 @@ class Sharding:
     clip: bool
     copies: bool
     experts: Group | None = None
+    loads: bool = False
 
 
 def units(job: Workload) -> tuple[int, list[int]]:
@@ -81,20 +88,29 @@ def units(job: Workload) -> tuple[int, list[int]]:
 
 def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
     """One optimizer step."""
-    check_micro_steps(job, _OPS_PER_BLOCK)
+    check_micro_steps(job, _OPS_PER_BLOCK + _LOADS_PER_BLOCK * how.loads)
     shards = group_size(how.among, layout)
     ops, reduced = lay_out(_uses(job, how, shards))
     share = math.ceil(job.owned_trained(shards))
+    place: Place = "host" if how.loads else "gpu"
     if how.clip:
         norm = Collective(Kind.ALL_REDUCE, "norm", 1, DType.FP32, how.among)
+        squares = Compute("norm", 2.0 * share, 4.0 * share, place=place)
+        scale = Compute("scale", 1.0 * share, 8.0 * share, place=place)
         ops += [
-            Op("norm", Compute("norm", 2.0 * share, 4.0 * share), COMPUTE, reduced),
+            Op("norm", squares, COMPUTE, reduced),
             Op("clip", norm, REDUCE, (After("norm"),)),
-            Op("scale", Compute("scale", 1.0 * share, 8.0 * share), COMPUTE, (After("clip"),)),
+            Op("scale", scale, COMPUTE, (After("clip"),)),
         ]
-    ops += update(job, share, () if how.clip else reduced, how.reduce.bytes)
+    waits = () if how.clip else reduced
+    if how.loads:  # gradients are on the host, and parameters stay there
+        work = replace(job.optimizer_elements(share), kernel="host_optimizer", place=place)
+        ops.append(Op("optimizer", work, COMPUTE, waits))
+    else:
+        division = Division(EXCHANGED, how.among, shards, how.experts, REDUCE)
+        ops += update(job, share, waits, how.reduce.bytes, division)
     firsts = {op.stream: op.name for op in reversed(ops)}
-    needs = [firsts[stream] for stream in (GATHER, COMPUTE) if stream in firsts]
+    needs = [firsts[stream] for stream in (LOAD, GATHER, COMPUTE) if stream in firsts]
     return Step(ops, tuple(needs), (ops[-1].name,))
 
 
@@ -161,7 +177,11 @@ class _MicroStep:
                 ]
                 (row,) = renamed([row], prefix, end)
                 if self.how.copies:
-                    reduction = tuple(After(op) for op, _, on in row if on == REDUCE)
+                    reduction = tuple(
+                        After(op)
+                        for op, work, on in row
+                        if on == REDUCE and isinstance(work, Collective)
+                    )
                 elif gathered and row:
                     freed[-1] = row[0][0]
             yield Use(passes, fetch, behind or None, [row] if row else [])
@@ -192,13 +212,31 @@ class _MicroStep:
     def _gather(self, index: int, group: Group) -> Row:
         precision, unit = self.job.precision, self._unit(index)
         dense, experts = self._parts(index)
-        row = [("gather", Collective(Kind.ALL_GATHER, unit, dense, precision, group), GATHER)]
+        whole = Collective(Kind.ALL_GATHER, unit, dense, precision, group)
+        row: list[tuple[str, Compute | Collective, str]] = [("gather", whole, GATHER)]
         if experts and self.how.experts:
             work = Collective(
                 Kind.ALL_GATHER, f"{unit}.experts", experts, precision, self.how.experts
             )
             row.append(("gather_experts", work, GATHER))
+        if self.how.loads and group == self.how.among:
+            size = self._owned(index, trained=False)
+            row.insert(0, ("load", Compute("load", 0.0, size, place="link"), LOAD))
         return row
+
+    def _owned(self, index: int, *, trained: bool) -> Bytes:
+        """Bytes of a unit on the host of a rank: those that are trained, or all of them.
+
+        Parameters cross the link as the optimizer has them, and are cast behind it: torch 2.13,
+        `all_gather_inputs` of torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+        """
+        parts = zip(self._trained(index), self._parts(index), strict=True)
+        counts = self.shards, self.job.expert_replicas(self.shards)
+        frozen = 0.0 if trained else self.job.precision.bytes
+        return sum(
+            (mine * self.job.master_bytes + (every - mine) * frozen) / ranks
+            for (mine, every), ranks in zip(parts, counts, strict=True)
+        )
 
     def _parts(self, index: int) -> tuple[int, int]:
         """Elements of a unit: those of all ranks, and of experts that ranks divide."""
@@ -240,6 +278,11 @@ class _MicroStep:
         row = self._shared(buffer, dense, how.among, "")
         if experts:
             row += self._shared(f"{buffer}.experts", experts, how.experts, "_experts")
+        if how.loads:
+            size, on = self._owned(index, trained=True), row[-1][2] if row else REDUCE
+            row.append(("store", Compute("store", 0.0, size, place="link"), on))
+            if self.micro_step and how.every:  # two are read, and their sum written
+                row.append(("add", Compute("add", 0.0, 3 * size, place="host"), on))
         return kernels, row
 
     def _shared(
@@ -291,7 +334,7 @@ class FSDP:
     shares: ClassVar[str] = "parameters"
     divides_layers: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "parameters")
 
     reshard_after_forward: bool | int = True
     shard: int | Literal["node"] = 0
@@ -315,7 +358,12 @@ class FSDP:
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
-        how = self.sharding(layout, group)
+        how = replace(self.sharding(layout, group), loads=job.offload == "parameters")
+        if self.version == 1:
+            refuse_whole(job, "version 1 of fsdp")
+        check_shapes(job, "fsdp", flat=False)
+        if how.loads and self.version == 1:
+            raise OptionError("fsdp: version=1 does not combine with offload=parameters")
         if job.experts_apart and how.again not in {None, how.among}:
             raise OptionError(
                 f"fsdp: reshard_after_forward={self.reshard_after_forward} does not combine with"
@@ -352,25 +400,26 @@ class FSDP:
         """16 bytes per parameter over the shards (AdamW), and what is whole at times.
 
         Parameters, gradients and moments are fp32: parameters are their own master copy; those that
-        are frozen are of the precision. While a unit goes back it is gathered, and so are the root
-        and the unit before; its gradient is made, and that of the unit behind is reduced. The root
-        stays until the end, where its own gradient is reduced. With states on the host the master
-        copy is there, and parameters are those of the passes.
+        are frozen, and all of an optimizer without master copies, are of the precision. While a
+        unit goes back it is gathered, and so are the root and the unit before; its gradient is
+        made, and that of the unit behind is reduced. The root stays until the end, where its own
+        gradient is reduced. With states on the host the master copy is there, and parameters are
+        those of the passes. With parameters there nothing is left of them but what is gathered, and
+        gradients are there, too: CPUOffloadPolicy of torch 2.13.
 
         Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
         share, trained, reduced = job.owned(n), job.owned_trained(n), self.reduce.bytes
-        items: dict[str, Bytes | Passing] = {
-            "parameters": share * width,
-            "gradients": as_they_come(job, MASTER_BYTES, n),
-            "whole_gradients": width,
-        }
+        items: dict[str, Bytes | Passing] = {"whole_gradients": width}
+        if job.offload != "parameters":
+            items["parameters"] = share * width
+            items["gradients"] = as_they_come(job, job.master_bytes, n)
         if job.offload == "none":
-            items["parameters"] = share * width + trained * (MASTER_BYTES - width)
-            items["optimizer"] = trained * (OPTIMIZER_BYTES[job.optimizer] - MASTER_BYTES)
-        if n == 1:
+            items["parameters"] = share * width + trained * (job.master_bytes - width)
+            items["optimizer"] = job.moments(n)
+        if n == 1 and job.offload != "parameters":
             return items
         root, _ = units(job)
         items["gathered"] = self._gathered(job, root * width, again=sharding.again is not None)

@@ -38,6 +38,7 @@ from co2sim.strategies.step import (
     update,
     whole_options,
 )
+from co2sim.strategies.whole_matrices import Division
 
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""
@@ -132,6 +133,7 @@ def sharded_step(
     fetch: Callable[[str, Block], Sequence[Row]],
     reduce: Callable[[str, int], Sequence[Row]],
     refresh: Compute | None = None,
+    division: Division | None = None,
 ) -> Step:
     """One optimizer step.
 
@@ -139,12 +141,11 @@ def sharded_step(
     from the first use to the second if these lie at most `max_reuse` elements apart, which is twice
     the block; else they are fetched twice, and `direction` is "recompute" the first time.
     `fetch(direction, block)` and `reduce(name, elements)` give rows of named works. A gradient is
-    reduced as soon as `reduce_bucket` elements of the block are there, while the rest of its
-    backward pass continues. `refresh` runs once, behind the first fetches of all blocks: it renews
-    a secondary shard.
+    reduced as soon as `reduce_bucket` elements of the block are there, beside the rest of its
+    backward pass. `refresh` runs once, behind the first fetches of all blocks. `division` says how
+    matrices become whole for the optimizer.
     """
-    first = job.model.blocks[0]
-    rows: list[Row] = []
+    first, rows = job.model.blocks[0], list[Row]()
     if size := first.parameters:
         rows = [*fetch("forward", first), *fetch("backward", first), *reduce("gradient", size)]
     check_micro_steps(job, 2 + sum(map(len, rows)))
@@ -182,9 +183,9 @@ def sharded_step(
     if refresh:
         last = next(index for index, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    ops += update(job, -(-job.trained // shards), reduced)
-    first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
-    return Step(ops, (first_fetch, ends[0]), (ops[-1].name,))
+    ops += update(job, -(-job.trained // shards), reduced, division=division)
+    needs = next(op.name for op in ops if op.stream != COMPUTE), ends[0]
+    return Step(ops, needs, (ops[-1].name,))
 
 
 def renamed(rows: Sequence[Row], before: str, behind: str) -> list[Row]:

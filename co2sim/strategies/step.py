@@ -23,6 +23,13 @@ from co2sim.schedule.schedule import (
     Op,
     Turn,
 )
+from co2sim.strategies.whole_matrices import (
+    GATHERED,
+    OWNED,
+    Division,
+    check_shapes,
+    whole_matrices,
+)
 
 _MAX_PIECES = 10_000
 _MAX_OPS = 1_000_000
@@ -237,25 +244,27 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
 
 
 def update(
-    job: Workload, elements: int, waits: tuple[After, ...] = (), gradient: Bytes | None = None
+    job: Workload,
+    elements: int,
+    waits: tuple[After, ...] = (),
+    gradient: Bytes | None = None,
+    division: Division | None = None,
 ) -> list[Op]:
-    """The optimizer over a share, behind `waits`.
+    """The optimizer over a share, behind `waits`; parameters are whole without a `division`.
 
     One that is offloaded gets gradients of `gradient` bytes over the link to the host, and sends
     parameters back: one after the other, as ZeRO-Offload does without its delayed update.
+    Parameters that are offloaded stay there.
     """
-    work = job.optimizer_step(elements)
+    work = job.optimizer_elements(elements)
     if job.offload == "none":
-        return [Op("optimizer", work, COMPUTE, waits)]
+        return [Op("optimizer", work, COMPUTE, waits), *whole_matrices(job, division, COMPUTE)]
     size = elements * (gradient or job.gradient_bytes)
     there = Compute("to_host", 0.0, size, place="link")
     back = Compute("from_host", 0.0, elements * job.precision.bytes, place="link")
     work = replace(work, kernel="host_optimizer", place="host")
-    return [
-        Op("to_host", there, COMPUTE, waits),
-        Op("optimizer", work, COMPUTE),
-        Op("from_host", back, COMPUTE),
-    ]
+    ops = [Op("to_host", there, COMPUTE, waits), Op("optimizer", work, COMPUTE)]
+    return ops if job.offload == "parameters" else [*ops, Op("from_host", back, COMPUTE)]
 
 
 def bucketed_step(
@@ -277,8 +286,13 @@ def bucketed_step(
         return Step(ops, (first,), (ops[-1].name,))
     ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
-    share = math.ceil(job.owned_trained(ranks)) if gather_capacity else job.trained
-    ops += update(job, share, (After(last),))
+    share, division = job.trained, None
+    if gather_capacity:
+        share = math.ceil(job.owned_trained(ranks))
+        way = OWNED if job.optimizer.owned_whole or reduction.kind is Kind.REDUCE else GATHERED
+        division = Division(way, reduction.group, ranks, reduction.replicas, COMM)
+        check_shapes(job, "zero1 and zero2", owned=way is OWNED)
+    ops += update(job, share, (After(last),), division=division)
     updated = ops[-1].name
     if not gather_capacity:
         return Step(ops, (first,), (updated,))

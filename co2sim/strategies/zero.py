@@ -8,7 +8,7 @@ from co2sim.common.validation import at_least
 from co2sim.models.memory import Items, model_states
 from co2sim.models.operators import Block
 from co2sim.models.workload import Workload
-from co2sim.schedule.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
+from co2sim.schedule.schedule import WORLD, Collective, Compute, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (
     GATHER,
@@ -23,6 +23,7 @@ from co2sim.strategies.sharded import (
     transient,
 )
 from co2sim.strategies.step import Reduction, Step, bucketed_step, group_size, title, whole_options
+from co2sim.strategies.whole_matrices import DIVIDED, Division, check_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Zero1:
     divides_layers: ClassVar[bool] = True
     has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     bucket: int = 500_000_000
     shard: int | Literal["node"] = 0
@@ -68,9 +69,18 @@ class Zero1:
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
     def memory(self, job: Workload, layout: Layout) -> Items:
-        """4 + K/n bytes per parameter."""
+        """4 + K/n bytes per parameter.
+
+        PyTorch's ZeroRedundancyOptimizer, which goes with autocast, gives ranks whole tensors.
+        """
         among, _ = self.sharing(layout, WORLD)
-        return model_states(job, optimizer_shards=group_size(among, layout), copies=True)
+        ranks = group_size(among, layout)
+        states = model_states(job, optimizer_shards=ranks, copies=True)
+        if job.autocast and ranks > 1 and isinstance(held := states.get("optimizer"), float):
+            largest = max(size for block in job.model.blocks for size in block.trained_tensors)
+            share = job.owned_trained(ranks)
+            states["optimizer"] = held * max(1.0, largest / share)
+        return states
 
 
 def _check_shares(strategy: "Zero1 | Zero2") -> None:
@@ -104,7 +114,7 @@ class DDP:
     divides_layers: ClassVar[bool] = True
     has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     bucket_mib: float = 25.0
 
@@ -142,15 +152,16 @@ class Zero3:
     gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. A block
     is fetched in `gathers` equal parts, each with its own latency: in DeepSpeed a layer of
     GPT takes one for each of its 4 matrices. Defaults:
-    DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari
-    et al. 2020, arXiv 1910.02054.
+    DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Parameters that are
+    offloaded (`offload_param`) come over the link before each gather, in their own precision.
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054.
     """
 
     name: ClassVar[str] = "zero3"
     shares: ClassVar[str] = "parameters"
     exchanges: ClassVar[str] = "parameters"
     divides_layers: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "parameters")
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
@@ -164,27 +175,38 @@ class Zero3:
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
+        check_shapes(job, "zero3")
+        ranks = group_size(group, layout)
+        division = Division(DIVIDED, group, ranks, None, REDUCE)
 
         def fetch(_direction: str, block: Block) -> list[Row]:
-            kind, dtype = Kind.ALL_GATHER, job.precision
-            return [
-                [(f"gather{part}", Collective(kind, block.name, size, dtype, group), GATHER)]
-                for part, size in fetched(block, self.gathers)
-            ]
+            rows: list[Row] = []
+            for part, size in fetched(block, self.gathers):
+                work = Collective(Kind.ALL_GATHER, block.name, size, job.precision, group)
+                row: Row = [(f"gather{part}", work, GATHER)]
+                if job.offload == "parameters":
+                    share = size / ranks * job.precision.bytes
+                    row = [(f"load{part}", Compute("load", 0.0, share, place="link"), GATHER), *row]
+                rows.append(row)
+            return rows
 
         def reduce(name: str, elements: int) -> list[Row]:
             work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
             return [[("reduce", work, REDUCE)]]
 
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
-        return sharded_step(job, group_size(group, layout), budget, fetch, reduce)
+        return sharded_step(job, ranks, budget, fetch, reduce, division=division)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""
         return Schedule(title(self), chain(self.step(job, layout, WORLD)))
 
     def memory(self, job: Workload, layout: Layout) -> Items:
-        """(4 + K)/n bytes per parameter, and the blocks that are present whole."""
+        """(4 + K)/n bytes per parameter, and the blocks that are present whole.
+
+        With offloaded parameters their shares and gradients are on the host, too: DeepSpeed,
+        deepspeed/runtime/zero/stage3.py, `grad_partitions_flat_buffer`.
+        """
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
         return states | transient(job, n, self.prefetch, self.max_live)
@@ -214,7 +236,7 @@ class Zero2:
     exchanges: ClassVar[str] = "gradients"
     divides_layers: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     bucket: int = 500_000_000
     owners: bool = False

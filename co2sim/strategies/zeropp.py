@@ -35,6 +35,7 @@ from co2sim.strategies.sharded import (
     transient,
 )
 from co2sim.strategies.step import Step, cut, group_size, recode, sum_received, title, whole_options
+from co2sim.strategies.whole_matrices import refuse_whole
 
 _SCALE_BLOCK = 2048
 _MAX_CHUNKS = 100
@@ -98,6 +99,7 @@ class ZeroPP:
 
     def step(self, job: Workload, layout: Layout, group: Group = WORLD) -> Step:
         """One optimizer step over `group`: all ranks, or those of a node."""
+        refuse_whole(job, "zeropp")
         secondary, size = self._secondary(layout), group_size(group, layout)
 
         def gather(direction: str, name: str, elements: int) -> Row:

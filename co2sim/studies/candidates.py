@@ -15,6 +15,7 @@ from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute
 from co2sim.models.operators import Model
+from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import UNNAMED, Stack
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
@@ -632,8 +633,8 @@ def command_of(case: Question, command: str = "run") -> str:
 
     Raises OptionError for a cluster or a model that is an object: a command line names files.
     """
-    for thing in (case.cluster, case.model, case.stack):
-        if isinstance(thing, Cluster | Model | Stack):
+    for thing in (case.cluster, case.model, case.stack, case.optimizer):
+        if isinstance(thing, Cluster | Model | Stack | Optimizer):
             raise OptionError(f"{thing.name} is an object; a command line takes names and files")
     return shlex.join(["co2sim", command, *_options(case)])
 

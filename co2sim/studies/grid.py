@@ -28,7 +28,7 @@ Setting: TypeAlias = Mapping[str, Any]
 
 _MAX_CASES = 10_000
 """Of one study: hours of simulation, and what a reader can still sort."""
-_OF_A_CASE = ("cluster", "model", "strategy", "stack", *convert.plain_fields(Question))
+_OF_A_CASE = ("cluster", "model", "strategy", "stack", "optimizer", *convert.plain_fields(Question))
 _OF_NOISE = convert.plain_fields(Noise)
 _OF_A_CLUSTER = (
     *(n for n, hint in get_type_hints(Cluster).items() if Link not in {hint, *get_args(hint)}),

@@ -467,6 +467,7 @@ class Inputs:
         values["cluster"] = self._loaded(case.cluster)
         values["model"] = self._loaded(case.model)
         values["stack"] = self._loaded(case.stack)
+        values["optimizer"] = self._loaded(case.optimizer)
         if isinstance(case.strategy, str):
             values["strategy"] = self._strategy(case.strategy)
         else:

@@ -232,7 +232,7 @@ class Curve:
         cluster, model = case.load()
         days = 0.0 if tokens is None else tokens / result.tokens_per_s / DAY
         counted = counted_failures(
-            result, cluster.value, model.value, days, optimizer=case.optimizer
+            result, cluster.value, model.value, days, optimizer=case.load_optimizer().value
         )
         if counted is None:
             return None

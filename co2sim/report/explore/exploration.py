@@ -187,7 +187,7 @@ def lost(case: Question, result: Result, failures: Failures | None = None) -> Lo
     """
     hardware, model = case.load()
     cluster = replace(hardware.value, failures=failures) if failures else hardware.value
-    optimizer = case.optimizer
+    optimizer = case.load_optimizer().value
     try:
         kept = counted_failures(result, cluster, model.value, math.inf, optimizer=optimizer)
     except OptionError:  # failures leave no time for work

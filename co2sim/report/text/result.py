@@ -343,11 +343,12 @@ def largest(stage: Stage) -> str:
     idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
     if job.micro_batch == 1:
         idle.add(_FEWER_SAMPLES)
-    whole = {"parameters": job.parameters, "gradients": job.trained, "optimizer": job.trained}
-    width = {"parameters": job.precision.bytes, "gradients": job.gradient_bytes}.get(
-        name, job.optimizer_bytes
-    )
-    if name in whole and memory[name] < whole[name] * width:
+    whole = {
+        "parameters": job.parameters * job.precision.bytes,
+        "gradients": job.trained * job.gradient_bytes,
+        "optimizer": job.optimizer_states(1),
+    }
+    if name in whole and memory[name] < whole[name]:
         idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
     twice = stage.cluster.resized(2 * stage.cluster.layout.world_size)
     if replace(stage, job=replace(stage.job, cluster=twice)).memory()[name] >= memory[name]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from analysis.published.runs import papers
 from co2sim import strategies
+from co2sim.catalog import load_optimizer
 from co2sim.models.memory import activations, allocated, overhead
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.transformer import Transformer, language_model
@@ -33,9 +34,15 @@ def states(strategy: str, layout: Layout, job: Workload | None = None) -> float:
 def test_moments_in_8_bits_take_a_quarter() -> None:
     """Two bytes a parameter and scales in place of eight, beside the master copy of ddp."""
     one = Layout(1, 8)
-    plain, eight = (states("ddp", one, big(optimizer=name)) for name in ("adamw", "adamw_8bit"))
+    plain, eight = (
+        states("ddp", one, big(optimizer=load_optimizer(name).value))
+        for name in ("adamw", "adamw_8bit")
+    )
     assert plain - eight == pytest.approx(PARAMETERS * (8 - 2 - 2 * 4 / 256))
-    plain, eight = (states("fsdp", one, big(optimizer=name)) for name in ("adamw", "adamw_8bit"))
+    plain, eight = (
+        states("fsdp", one, big(optimizer=load_optimizer(name).value))
+        for name in ("adamw", "adamw_8bit")
+    )
     assert plain - eight == pytest.approx(PARAMETERS / 8 * (8 - 2 - 2 * 4 / 256))
 
 

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from one_sample import simulate
 
 from co2sim import strategies
+from co2sim.catalog import load_optimizer
+from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import host_memory
-from co2sim.schedule.schedule import Compute, DType, Layout, Schedule
+from co2sim.models.memory import host_memory, moved_to_host
+from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 
@@ -112,7 +114,7 @@ def test_states_and_master_copies_leave_the_gpu_for_the_host(strategy: str) -> N
     ("changes", "there", "moved", "held"),
     [
         ({"precision": DType.FP32}, 4, 24, 12 + 4),
-        ({"optimizer": "sgd"}, 2, 20, 8 + 2),
+        ({"optimizer": load_optimizer("sgd").value}, 2, 20, 8 + 2),
         ({"main_gradients": True}, 4, 28, 12 + 4),
     ],
 )
@@ -125,3 +127,69 @@ def test_other_types_and_optimizers(
     sizes = {name: size * 4 / M for name, (_, size) in on_host(made).items()}
     assert sizes == {"to_host": there, "optimizer": moved, "from_host": job.precision.bytes}
     assert host_memory(job, made) == held * M / 4
+
+
+LOADED = {"zero3": 2, "zero3(gathers=2)": 2, "fsdp": 4, "fsdp(shard=node)": 4}
+"""Bytes of a parameter that come over the link before a gather: fsdp casts behind it."""
+
+
+@pytest.mark.parametrize("strategy", LOADED)
+def test_parameters_on_the_host_come_before_each_gather(strategy: str) -> None:
+    """A share of all that is gathered by all; gradients go once, and nothing comes back."""
+    made, plain = (tiny.schedule(strategy, offload=one) for one in ("parameters", "none"))
+    ranks = 2 if "node" in strategy else 4
+    gathered = sum(work.elements for work in tiny.collectives(plain, Kind.ALL_GATHER))
+    places = on_host(made)
+    loaded = sum(size for name, (_, size) in places.items() if name.startswith("load"))
+    gone = sum(size for name, (_, size) in places.items() if name.startswith(("store", "to_host")))
+    assert loaded == LOADED[strategy] * gathered / ranks
+    assert gone == GRADIENT.get(strategy.partition("(")[0], 2) * M / ranks
+    assert places["optimizer"] == ("host", 28 * M / ranks)
+    assert "from_host" not in places
+    assert traffic(plain, cluster()) == traffic(made, cluster())
+
+
+@pytest.mark.parametrize("strategy", LOADED)
+def test_a_block_is_loaded_then_gathered_then_used(strategy: str) -> None:
+    """The trace keeps the rules; the next step's first load waits for the host."""
+    made = tiny.schedule(strategy, offload="parameters", accumulation=2)
+    trace = execute(made, cluster(), precision="bf16", rounds=2)
+    assert trace.violations(made) == []
+    spans = tiny.by_op(trace)
+    host = spans[0, "optimizer"].end
+    assert all(s.start >= host for (turn, _), s in spans.items() if turn == 1)
+    loads = [name for turn, name in spans if turn == 0 and "load" in name and "layer1" in name]
+    for name in loads:
+        gather = spans[0, name.replace("load", "gather")]
+        assert spans[0, name].end <= gather.start
+
+
+@pytest.mark.parametrize("strategy", LOADED)
+def test_nothing_of_a_parameter_stays_but_what_is_gathered(strategy: str) -> None:
+    """Of 16 bytes a parameter none are on the GPU, and all on the host."""
+    made, layout = strategies.parse(strategy), Layout(2, 2)
+    plain, there = (made.memory(tiny.job(offload=one), layout) for one in ("none", "parameters"))
+    ranks = 2 if "node" in strategy else 4
+    assert there["parameters"] == there["gradients"] == there.get("optimizer", 0) == 0
+    assert moved_to_host(plain, there) == pytest.approx(16 * M / ranks)
+    assert there["gathered"] == plain["gathered"]
+
+
+def test_micro_steps_add_up_gradients_on_the_host() -> None:
+    """Of fsdp each reduces: from the second on two are read and their sum is written, 4 bytes."""
+    made = tiny.schedule("fsdp", offload="parameters", accumulation=3)
+    added = {k: size for k, (_, size) in on_host(made).items() if ".add" in k}
+    assert sum(added.values()) == 2 * 12 * M / 4
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zeropp", "co2", "fsdp(version=1)"])
+def test_strategies_that_share_no_parameters_refuse(strategy: str) -> None:
+    """In one line."""
+    with pytest.raises(OptionError, match="offload=parameters"):
+        simulate(cluster(), tiny.model(), strategy, offload="parameters")
+
+
+def test_a_host_multiplies_no_matrices() -> None:
+    """Muon's products on a host have no known speed."""
+    with pytest.raises(OptionError, match="optimizer=muon"):
+        tiny.job(offload="optimizer", optimizer=load_optimizer("muon").value)
