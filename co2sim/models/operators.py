@@ -612,7 +612,8 @@ class Block:
 class Model:
     """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
 
-    A `divisible` one says of each operator how ranks divide it.
+    A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
+    a module was traced.
     """
 
     name: str
@@ -620,6 +621,7 @@ class Model:
     tokens: int
     unit: str = "token"
     divisible: bool = False
+    assumed: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:

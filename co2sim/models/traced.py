@@ -65,7 +65,7 @@ def model_of(trace: Trace, name: str) -> Model:
             shared = made.setdefault(operators, operators)
             blocks.append(Block(block, shared, step.boundary(index, shared)))
     tokens = trace.units // trace.samples
-    return Model(name, tuple(blocks), tokens, _unit(trace))
+    return Model(name, tuple(blocks), tokens, _unit(trace), assumed=trace.assumptions)
 
 
 def _unit(trace: Trace) -> str:
@@ -359,9 +359,7 @@ class _Block:
         self.step = step
         self.index = index
         mine = [
-            i
-            for i, owner in enumerate(step.owner)
-            if owner == index and i not in step.loss.kernels
+            i for i, owner in enumerate(step.owner) if owner == index and i not in step.loss.kernels
         ]
         forward = [i for i in mine if step.kernels[i].phase == "forward"]
         self.products = [i for i in forward if _is_product(step.kernels[i])]
@@ -378,9 +376,7 @@ class _Block:
         compiled = {number: step.writers[number] for number in self.fused.kept}
         left = self._own_parameters()
         made = [
-            op
-            for i in self.products
-            for op in self._working(i, left, _of(i, of), _of(i, compiled))
+            op for i in self.products for op in self._working(i, left, _of(i, of), _of(i, compiled))
         ]
         apart = set(self.products)
         kept = (number for number, i in of.items() if i not in apart)
@@ -429,9 +425,7 @@ class _Block:
         )
         return max(found, key=lambda p: p.numel, default=None) if named else None
 
-    def _rest(
-        self, left: Mapping[str, Parameter], kept: float, fused: float
-    ) -> Iterator[Operator]:
+    def _rest(self, left: Mapping[str, Parameter], kept: float, fused: float) -> Iterator[Operator]:
         """All other kernels and parameters."""
         step = self.step
         moved = [sum(map(self._moved, indices)) for indices in (self.plain, self.backward)]
