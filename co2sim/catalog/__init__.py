@@ -327,7 +327,7 @@ def load_model(
 ) -> Entry[Model]:
     """A model by catalog key, by a file, or by what stands there.
 
-    A file is TOML, a Hugging Face `config.json`, what `co2sim model` writes, or "my_model.py:build".
+    A file is TOML, a Hugging Face `config.json`, of `co2sim model --out`, or "my_model.py:build".
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """

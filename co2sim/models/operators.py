@@ -727,7 +727,9 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 def _check_divides(model: Model, mesh: Mesh) -> None:
     if not model.divisible:
         named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
-        raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
+        raise OptionError(
+            f"{named} does not apply to {model.name}: only transformers of the catalog divide"
+        )
     tokens = model.tokens
     for option, used in (
         ("sequence_parallel=true", mesh.sequence_parallel),

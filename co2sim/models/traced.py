@@ -28,7 +28,6 @@ from co2sim.models.trace import (
     AttentionShape,
     ConvolutionShape,
     Kernel,
-    Module,
     Parameter,
     ProductShape,
     Trace,
