@@ -570,6 +570,7 @@ class _Recorder(TorchDispatchMode):
         self.values = values
         self.places = places
         self.on = False
+        self.views = 0
         self.kernels: list[Kernel] = []
         self.memory: list[_Memory] = []
         self._ids: dict[int, int] = {}
@@ -663,7 +664,8 @@ class _Recorder(TorchDispatchMode):
         if name in _FREE or not outs:
             return
         if not func._schema.is_mutable and all(one in read for one in written):
-            return  # views
+            self.views += 1
+            return
         sizes, made = [_held(x) for x in ins], [_held(x) for x in outs]
         if name in _LOOKUPS:
             sizes[0] = min(sizes[0], made[0])
@@ -698,8 +700,10 @@ class _Recorder(TorchDispatchMode):
                 dtype=str(first.dtype).removeprefix("torch."),
                 width=first.element_size(),
                 shape=shape,
+                views=self.views,
             )
         )
+        self.views = 0
 
     def _follow_weights(self, name: str, read: list[int], written: list[int]) -> None:
         """A copy of a parameter in another type, or by rows, stands for it in products."""

@@ -98,7 +98,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel as eager PyTorch issues it; `dtype` is that of its first output."""
+    """One kernel as eager PyTorch issues it, behind `views`, operations that make no kernel.
+
+    `dtype` is that of its first output.
+    """
 
     name: str
     module: str
@@ -109,6 +112,7 @@ class Kernel:
     dtype: str
     width: int
     shape: Shape | None = None
+    views: int = 0
 
     @property
     def bytes_read(self) -> int:

@@ -413,7 +413,8 @@ class _Block:
                     frozen=not weight.trainable,
                 )
         size, fused = self._sizes(kept) / op.rows, self._sizes(compiled) / op.rows
-        yield replace(op, calls=1, kept=size, moved=0.0, compiled=Compiled((0.0, 0.0), fused, 1))
+        calls = 1 + kernel.views
+        yield replace(op, calls=calls, kept=size, moved=0.0, compiled=Compiled((0.0, 0.0), fused, 1))
 
     def _weight(self, kernel: Kernel) -> Parameter | None:
         """The parameter that a product multiplies by: the largest that it reads."""
@@ -434,7 +435,7 @@ class _Block:
             name="elementwise",
             tensors=trained,
             work=sum(step.kernels[i].flop for i in self.plain) / step.trace.samples,
-            calls=len(self.plain),
+            calls=sum(1 + step.kernels[i].views for i in self.plain),
             kept=kept,
             moved=0.0,
             exact=(step.elements(moved[0]), step.elements(moved[1])),
