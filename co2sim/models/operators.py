@@ -338,8 +338,9 @@ class Attention(Operator):
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample: scores above the diagonal count, too."""
-        whole = self.length**2 if not self.window else self.window * (2 * self.length - self.window)
-        pairs = whole / self.ranks if self.softmax else float(self.rows * self.wide)
+        pairs = float(self.rows * (self.length if self.softmax else self.wide))
+        if self.softmax and self.window:
+            pairs = self.window * (2 * self.length - self.window) / self.ranks
         return 2.0 * self.heads * (self.wide + self.value) * pairs
 
     @property

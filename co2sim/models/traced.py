@@ -414,7 +414,9 @@ class _Block:
                 )
         size, fused = self._sizes(kept) / op.rows, self._sizes(compiled) / op.rows
         calls = 1 + kernel.views
-        yield replace(op, calls=calls, kept=size, moved=0.0, compiled=Compiled((0.0, 0.0), fused, 1))
+        yield replace(
+            op, calls=calls, kept=size, moved=0.0, compiled=Compiled((0.0, 0.0), fused, 1)
+        )
 
     def _weight(self, kernel: Kernel) -> Parameter | None:
         """The parameter that a product multiplies by: the largest that it reads."""
