@@ -1,35 +1,38 @@
 """What the catalog's formulas say of a model type, beside a trace of transformers' own module.
 
-    python benchmarks/formulas.py                # all model types: 3 minutes
-    python benchmarks/formulas.py --only llama   # rows whose names hold this; keeps nothing
-    python benchmarks/formulas.py --quick        # two rows; keeps nothing
+    python benchmarks/formulas.py                # all cases: 2 minutes
+    python benchmarks/formulas.py --only llama   # cases whose names hold this; the rest stays
+    python benchmarks/formulas.py --quick        # two cases; keeps nothing
 
-Writes formulas.csv: for each model type that a `config.json` may name a small configuration, with
-its parameters, the FLOP of both passes, and the bytes that are kept for the backward pass but for
-those of the loss: by the formula, and of the class of transformers (attention: sdpa, bf16).
+Writes formulas.csv: for each model type that a `config.json` may name, and some of its options, a
+small configuration, with what a trace counts of the class of transformers for training, in bf16
+and with attn_implementation="sdpa" (a causal language model; masked, of encoders; a classifier of
+images): parameters, FLOP of products and of attention in both passes, and bytes that layers and
+all else keep for the backward pass, but for those of the loss. Then by how much the formula is off.
 """
 
 import argparse
 import csv
 import json
-import time
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+from reports import folder, made_by, parser, table
+
 from co2sim.catalog import Contents, huggingface, load_model
-from co2sim.models.from_torch import trace
 from co2sim.models.memory import kept_bytes
-from co2sim.models.operators import FLASH_BACKWARD, Attention, Block, Product
+from co2sim.models.operators import Attention, Model
 from co2sim.models.trace import AttentionShape, Trace
 from co2sim.models.workload import Workload
-from reports import folder, parser, table
 
 NAME = "formulas.csv"
+QUICK = ("llama", "qwen3_moe")
 SAMPLES, TOKENS = 2, 512
-HABITS = ("activations", "norms", "keys", "copies")
-"""What transformers keeps besides, as a stack says."""
+HABITS = ("activations", "norms", "masks", "experts", "code")
+"""What transformers keeps besides what others do, as a stack says."""
 
 SIZES = {
     "hidden_size": 1024,
@@ -41,7 +44,7 @@ SIZES = {
     "max_position_embeddings": 2048,
     "pad_token_id": 1,
 }
-"""Of all model types, where their class has them."""
+"""Of all cases, where the class of the model type has them."""
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 320}
 
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -80,7 +83,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "n_shared_experts": 1,
     },
     "gpt2": {"n_layer": 3, "n_head": 16, "n_embd": 1024},
-    "gpt_neo": {"num_layers": 4, "num_heads": 16, "attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {
+        "num_layers": 4,
+        "num_hidden_layers": 4,
+        "num_heads": 16,
+        "attention_types": [[["global", "local"], 2]],
+    },
     "gpt_neox": {},
     "gpt_oss": {
         **_EXPERTS,
@@ -107,8 +115,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "olmo3": {"sliding_window": 128, "num_hidden_layers": 4},
     "olmoe": {"intermediate_size": 320, "num_experts": 12, "num_experts_per_tok": 3},
     "opt": {"ffn_dim": 2816, "word_embed_proj_dim": 1024},
-    "phi": {},
-    "phi3": {"sliding_window": 128},
+    "phi": {"num_key_value_heads": 4},
+    "phi3": {"sliding_window": None},
     "qwen2": {},
     "qwen2_moe": {
         **_EXPERTS,
@@ -124,145 +132,252 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {"sliding_window": 128},
     "vit": {"image_size": 224, "patch_size": 16},
     "xlm-roberta": {},
+    "cohere, no norms of heads": {"use_qk_norm": False},
+    "deepseek_v3, queries from the hidden state": {"q_lora_rank": None},
+    "gemma, all heads have keys": {"head_dim": 96, "num_key_value_heads": 16},
+    "gemma2, no cap": {"attn_logit_softcapping": None, "sliding_window": 128},
+    "glm4_moe, no norms of heads": {"use_qk_norm": False, "attention_bias": True},
+    "gpt2, ReLU and no dropout": {"activation_function": "relu", "resid_pdrop": 0.0},
+    "gpt2, untied": {"tie_word_embeddings": False, "n_inner": 1536},
+    "gpt_neox, MLP behind attention": {"use_parallel_residual": False, "attention_bias": False},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama, all heads have keys": {"num_key_value_heads": 16},
+    "llama, odd sizes": {
+        "hidden_size": 1080,
+        "num_attention_heads": 15,
+        "num_key_value_heads": 5,
+        "head_dim": 72,
+        "intermediate_size": 2977,
+        "num_hidden_layers": 2,
+        "vocab_size": 997,
+    },
+    "mistral, no window": {"sliding_window": None},
+    "opt, GELU": {"activation_function": "gelu", "ffn_dim": 4096, "dropout": 0.0},
+    "phi, GELU": {"hidden_act": "gelu"},
+    "phi3, a window": {"sliding_window": 128},
+    "qwen2, windows of the last layers": {
+        "use_sliding_window": True,
+        "sliding_window": 128,
+        "max_window_layers": 1,
+    },
+    "qwen2_moe, experts in every second layer": {
+        **_EXPERTS,
+        "num_experts": 12,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+    },
+    "starcoder2, no biases": {"use_bias": False, "sliding_window": None},
+    "vit, large patches and ReLU": {"image_size": 224, "patch_size": 32, "hidden_act": "relu"},
 }
+"""A model type, and what is special about its configuration, if anything."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters, FLOP of products and of attention, and bytes kept of layers and of all else."""
+    """Parameters; FLOP; bytes that are kept of layers, and of all else but the loss."""
 
     parameters: int
-    products: tuple[float, float]
-    attention: tuple[float, float]
-    layers: float
-    others: float
+    products: float
+    products_back: float
+    attention: float
+    attention_back: float
+    kept_layers: float
+    kept_others: float
 
     @property
     def flop(self) -> float:
         """Of both passes."""
-        return sum(self.products) + sum(self.attention)
+        return self.products + self.products_back + self.attention + self.attention_back
 
     @property
     def kept(self) -> float:
-        """In all, but for the loss."""
-        return self.layers + self.others
+        """In all."""
+        return self.kept_layers + self.kept_others
 
 
-def configuration(kind: str) -> Any:
-    """The configuration of transformers for a case."""
-    import transformers
+def own_type(case: str) -> str:
+    """The model type whose class transformers has."""
+    kind = case.partition(",")[0]
+    return huggingface._WRAPPED.get(kind, huggingface._ALIASES.get(kind, kind))  # noqa: SLF001
 
-    own = huggingface._ALIASES.get(kind, huggingface._WRAPPED.get(kind, kind))
-    default = transformers.AutoConfig.for_model(own)
-    values = {**SIZES, **(CASES[kind] or CASES[own])}
+
+def configuration(case: str) -> Any:
+    """The configuration of transformers for a case: what a type has of all sizes."""
+    import transformers  # noqa: PLC0415 - slow
+
+    kind = own_type(case)
+    default = transformers.AutoConfig.for_model(kind)
+    values = {**SIZES, **CASES[kind], **CASES[case]}
     has = {key: value for key, value in values.items() if hasattr(default, key)}
-    config = transformers.AutoConfig.for_model(own, **has)
-    config.use_cache = False
-    return config
+    return transformers.AutoConfig.for_model(kind, use_cache=False, **has)
 
 
-def of_transformers(kind: str) -> Trace:
+def config_file(case: str) -> dict[str, Any]:
+    """The `config.json` that transformers writes: what is not the default of the class."""
+    kind, config = case.partition(",")[0], configuration(case)
+    values: dict[str, Any] = json.loads(config.to_json_string())
+    if kind in huggingface._WRAPPED:  # noqa: SLF001
+        return {"model_type": kind, "text_config": values}
+    return values | {"model_type": kind}
+
+
+def measured(case: str) -> Trace:
     """A training step of the class of transformers."""
-    import torch
-    import transformers
+    import torch  # noqa: PLC0415 - slow
+    import transformers  # noqa: PLC0415
+
+    from co2sim.models.from_torch import trace  # noqa: PLC0415
 
     transformers.logging.set_verbosity_error()
-    config = configuration(kind)
-    auto = transformers.AutoModelForCausalLM
-    if kind == "vit":
-        auto = transformers.AutoModelForImageClassification
-    elif kind in huggingface._ENCODERS:
-        auto = transformers.AutoModelForMaskedLM
+    config, kind = configuration(case), own_type(case)
+    make = {"vit": transformers.AutoModelForImageClassification} | dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta"), transformers.AutoModelForMaskedLM
+    )
 
     def build() -> Any:
+        auto = make.get(kind, transformers.AutoModelForCausalLM)
         try:
-            made = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        except ValueError:
-            made = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-        return made.train()
+            model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        except ValueError:  # the type has no fused attention
+            model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+        return model.train()
 
-    def batch() -> Any:
+    def batch() -> dict[str, Any]:
         if kind == "vit":
-            return {
-                "pixel_values": torch.randn(
-                    SAMPLES, 3, config.image_size, config.image_size, dtype=torch.bfloat16
-                ),
-                "labels": torch.zeros(SAMPLES, dtype=torch.long),
-            }
+            shape = SAMPLES, config.num_channels, config.image_size, config.image_size
+            labels = torch.zeros(SAMPLES, dtype=torch.long)
+            return {"pixel_values": torch.randn(shape, dtype=torch.bfloat16), "labels": labels}
         ids = torch.randint(2, config.vocab_size, (SAMPLES, TOKENS))
         return {"input_ids": ids, "labels": ids}
 
     return trace(build, batch)
 
 
-def is_layer(path: str | None) -> bool:
-    """Whether a module belongs to a numbered part of a list of layers."""
-    return any(part.isdigit() for part in (path or "").split("."))
-
-
-def traced(found: Trace) -> Sizes:
-    """Of a trace."""
-    flop = {}
-    for phase in ("forward", "backward"):
-        of = [kernel for kernel in found.kernels if kernel.phase == phase]
-        attention = sum(k.flop for k in of if isinstance(k.shape, AttentionShape))
-        flop[phase] = (sum(k.flop for k in of) - attention, attention)
-    kept = [s for s in found.storages if s.kept_by and s.kind == "activation"]
+def of_trace(found: Trace) -> Sizes:
+    """What a trace counts. What no module but the whole one keeps is the loss."""
+    flop = {"forward": [0, 0], "backward": [0, 0]}
+    for kernel in found.kernels:
+        flop[kernel.phase][isinstance(kernel.shape, AttentionShape)] += kernel.flop
+    kept = {True: 0, False: 0}
+    for one in found.storages:
+        pixels = one.kind == "input" and one.size > 8 * found.units
+        if one.kept_by and (one.kind == "activation" or (pixels and found.units == SAMPLES)):
+            kept[any(part.isdigit() for part in one.kept_by.split("."))] += one.size
     return Sizes(
         found.parameter_count,
-        (flop["forward"][0], flop["backward"][0]),
-        (flop["forward"][1], flop["backward"][1]),
-        sum(s.size for s in kept if is_layer(s.kept_by)),
-        sum(s.size for s in kept if not is_layer(s.kept_by)),
+        flop["forward"][0],
+        flop["backward"][0],
+        flop["forward"][1],
+        flop["backward"][1],
+        kept[True],
+        kept[False],
     )
 
 
-def formula(kind: str) -> tuple[Sizes, Workload]:
-    """By the catalog."""
-    values = json.loads(configuration(kind).to_json_string(use_diff=False))
-    if kind in huggingface._WRAPPED:
-        values = {"model_type": kind, "text_config": values}
-    elif kind in huggingface._ALIASES:
-        values["model_type"] = kind
-    tree = huggingface.convert(values, kind)
-    length = {} if kind == "vit" else {"seq_len": str(TOKENS)}
-    model = load_model(Contents(kind, tree), length).value
-    job = Workload(model, micro_batch=SAMPLES, keeps=HABITS, loss="eager")
+def _attention_back(op: Attention) -> float:
+    """FLOP of a backward pass over a sample, which computes the scores again.
 
-    def products(block: Block) -> float:
-        return block.flops - sum(op.flops for op in block.of(Attention))
+    Three products have as many columns as a key, and two as many as a value.
+    """
+    return 2.0 * op.heads * op.rows * op.length * (3 * op.wide + 2 * op.value)
 
-    forward = SAMPLES * sum(map(products, model.blocks))
-    # The trace counts the whole square of causal and of windowed attention.
-    scores = SAMPLES * sum(
-        replace(op, window=0).flops for block in model.blocks for op in block.of(Attention)
+
+def of_formula(config: Mapping[str, Any]) -> Sizes:
+    """What the catalog says of a `config.json`, with the whole square of all scores, as a trace.
+
+    Attention of a type that transformers has no fused kernel for are products.
+    """
+    name = str(config["model_type"])
+    tree = huggingface.convert(config, name)
+    length = {} if name == "vit" else {"seq_len": str(TOKENS)}
+    model: Model = load_model(Contents(name, tree), length).value
+    apart = "scores" in (tree.get("code") or {})
+    job = Workload(
+        model,
+        micro_batch=SAMPLES,
+        keeps=HABITS,
+        loss="eager",
+        attention="eager" if apart else "flash",
+    )
+    scores = [op for block in model.blocks for op in block.of(Attention)]
+    attention = SAMPLES * sum(replace(op, window=0).flops for op in scores)
+    products = SAMPLES * sum(
+        b.flops - sum(op.flops for op in b.of(Attention)) for b in model.blocks
     )
     kept = {
-        layer: sum(
-            kept_bytes(job, made) for block, made, _ in job.executed if block.is_layer == layer
-        )
+        layer: sum(kept_bytes(job, made) for one, made, _ in job.executed if one.is_layer == layer)
         for layer in (True, False)
     }
     return Sizes(
         model.parameters,
-        (forward, 2 * forward),
-        (scores, FLASH_BACKWARD * scores),
+        products + attention * apart,
+        2 * (products + attention * apart),
+        attention * (not apart),
+        SAMPLES * sum(map(_attention_back, scores)) * (not apart),
         kept[True],
         kept[False],
-    ), job
+    )
+
+
+def row(case: str) -> dict[str, str]:
+    """A row of the table."""
+    found = measured(case)
+    config, sizes = config_file(case), of_trace(found)
+    ours = of_formula(config)
+    return {
+        "case": case,
+        **{name: f"{value:.0f}" for name, value in asdict(sizes).items()},
+        "parameters_off": str(ours.parameters - sizes.parameters),
+        "flop_off": f"{ours.flop / sizes.flop - 1:.5%}",
+        "kept_off": f"{ours.kept / sizes.kept - 1:.2%}",
+        "seconds": f"{found.seconds:.1f}",
+        "configuration": json.dumps(config),
+    }
+
+
+def sizes_of(row: Mapping[str, str]) -> Sizes:
+    """What the trace of a row counts."""
+    return Sizes(**{one.name: int(row[one.name]) for one in fields(Sizes)})
+
+
+def _kept(path: Path) -> dict[str, dict[str, str]]:
+    """Rows of an earlier run."""
+    if not path.exists():
+        return {}
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["case"]: row for row in csv.DictReader(file) if row["case"] in CASES}
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _options() -> argparse.Namespace:
+    command = parser(__doc__, "two cases")
+    command.add_argument("--only", default="", help="cases with this text in their names")
+    options = command.parse_args()
+    if not any(options.only in case for case in CASES):
+        command.error(f"--only {options.only}: no case has this in its name")
+    return options
+
+
+def main() -> None:
+    """Trace the cases, and write the table."""
+    options = _options()
+    cases = QUICK if options.quick else [case for case in CASES if options.only in case]
+    with folder(options) as out:
+        rows = {} if options.quick else _kept(out / NAME)
+        for done, case in enumerate(cases, 1):
+            rows[case] = row(case)
+            print(f"{done} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+        _write(out / NAME, [rows[case] for case in CASES if case in rows])
+    shown = ("case", "parameters", "parameters_off", "flop_off", "kept_off", "seconds")
+    print(table([{name: rows[case][name] for name in shown} for case in cases]))
+    print(f"\n{made_by()}")
 
 
 if __name__ == "__main__":
-    import sys
-    for kind in sys.argv[1:] or CASES:
-        began = time.perf_counter()
-        try:
-            t = traced(of_transformers(kind))
-            f, _ = formula(kind)
-        except Exception as e:
-            print(kind, type(e).__name__, str(e)[:300], flush=True)
-            continue
-        row = SAMPLES * TOKENS * 2
-        print(f"{kind:12} par {f.parameters - t.parameters} prod fwd {f.products[0]/t.products[0]-1:+.4%} bwd {f.products[1]/t.products[1]-1:+.4%}"
-          f" attn {f.attention[0]/max(1,t.attention[0])-1:+.3%} {f.attention[1]/max(1,t.attention[1])-1:+.3%}"
-          f" layers {f.layers/t.layers-1:+.2%} all {f.kept/t.kept-1:+.2%} others {f.others/row/1024:.2f}/{t.others/row/1024:.2f}h layers {f.layers/row/1024:.2f}/{t.layers/row/1024:.2f}h  {time.perf_counter()-began:.1f}s", flush=True)
+    main()

@@ -83,6 +83,36 @@ FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(("gptj", "phi"), _PARALLEL),
 }
 
+_NORMS_IN_FP32 = {"norms": 3}
+_COPIED = {"copies": 1}
+_CODE: Mapping[str, Tree] = {
+    **dict.fromkeys(("gemma", "gemma3_text", "olmo2", "olmo3"), _NORMS_IN_FP32),
+    "gemma2": _NORMS_IN_FP32 | {"scores": 4},
+    "cohere": {"norms": 5},
+    "cohere2": {"norms": 5},
+    "olmo": {"norms": 1},
+    **dict.fromkeys(("glm", "glm4", "minimax_m2", "phi"), _COPIED),
+    "glm4_moe": _COPIED | {"wide_router": True},
+    **dict.fromkeys(("gpt_neox", "phi3"), _COPIED | {"merged": True}),
+    "deepseek_v3": {"wide_router": True},
+    "gpt_oss": _NORMS_IN_FP32 | {"scores": 1, "function": 3},
+    "bloom": {"scores": 3},
+    "gptj": {"scores": 3, "copies": 2},
+    "gpt_neo": {"scores": 3, "copies": 2},
+}
+"""What eager code keeps where it is not Llama's: fields of `transformer.Code`.
+
+Of norms: products of numbers in fp32 with their weights; a copy in fp32 of the input alone (olmo);
+LayerNorm made of single operators (cohere). Of scores: a softmax in fp32 and its copy in 16 bits,
+and the scores that are capped (gemma2). Source: transformers 5.23, models/*/modeling_*.py."""
+_FUNCTIONS = {"gelu_new": 3, "gelu_fast": 3, "relu": -1}
+"""What functions between the products of an MLP keep beside input and output: GELU made of single
+operators keeps three of them, ReLU no input."""
+_USUAL_FUNCTION = {
+    **dict.fromkeys(("gpt2", "gptj", "gpt_neo", "phi"), "gelu_new"),
+    "opt": "relu",
+}
+
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types whose code is that of another one."""
 _WRAPPED = {"gemma3": "gemma3_text"}
@@ -113,7 +143,7 @@ each is that of a file without `architectures`."""
 _ENCODERS = {"bert", "roberta", "xlm-roberta"}
 _FOURFOLD = {"gpt2", "gptj", "gpt_neo", "bloom"}
 """Model types whose MLP is four times as wide as the model where it is left out."""
-_DROPOUT = {"gpt2", "opt", *_ENCODERS}
+_DROPOUT = {"gpt2", "opt", "seed_oss", *_ENCODERS}
 """Model types that drop activations out where the configuration does not say how many."""
 _SPARED = {"roberta": 2, "xlm-roberta": 2}
 """Positions that no token has: they start behind the padding index."""
@@ -142,6 +172,8 @@ _USUAL: Mapping[str, Any] = {
     "windows": [],
     "latent": None,
     "experts": None,
+    "parallel": False,
+    "code": None,
 }
 """What a file of the catalog leaves out: the defaults."""
 
@@ -289,7 +321,20 @@ def _body(config: _Config) -> Tree:
         "sinks": family.sinks,
         "latent": _latent(config),
         "experts": experts,
+        "parallel": kind == "gpt_neox" and config.flag("use_parallel_residual", default=True),
+        "code": _code(config),
     }
+
+
+def _code(config: _Config) -> Tree | None:
+    """What eager code of the type keeps, where it is not Llama's."""
+    keys = "activation_function", "hidden_act"
+    named = next((config.values[key] for key in keys if config.values.get(key)), None)
+    function = _FUNCTIONS.get(str(named or _USUAL_FUNCTION.get(config.kind)), 0)
+    code = _CODE.get(config.kind, {})
+    if config.kind == "gemma2" and config.values.get("attn_logit_softcapping", True) is None:
+        code = code | {"scores": 3}
+    return {**code, **({"function": function} if function else {})} or None
 
 
 def _latent(config: _Config) -> Tree | None:
@@ -383,6 +428,7 @@ def _bias(config: _Config) -> bool | str:
 def _dropout(config: _Config) -> bool:
     """Whether a layer drops some of its outputs out."""
     keys = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout", "dropout")
+    keys += ("residual_dropout",)
     dropout = next((config.values[key] for key in keys if config.values.get(key) is not None), None)
     return config.kind in _DROPOUT if dropout is None else bool(dropout)
 

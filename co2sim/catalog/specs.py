@@ -54,6 +54,7 @@ from co2sim.models.optimizer import Optimizer
 from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.transformer import (
     Bias,
+    Code,
     Experts,
     LatentAttention,
     Transformer,
@@ -253,7 +254,7 @@ KernelsSpec = _spec(
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
-for _plain in (ProductSpeed, Calls, TokenBucket, HostEffects, Experts, LatentAttention):
+for _plain in (ProductSpeed, Calls, TokenBucket, HostEffects, Experts, LatentAttention, Code):
     _spec(_plain, _Built)  # after those that it holds
 
 AttentionSpec = _spec(AttentionSpeed, _Built)

@@ -29,6 +29,7 @@ from co2sim.models.operators import (
     Product,
     Table,
     TensorExchange,
+    Unfused,
     plain_block,
 )
 from co2sim.schedule.token_routing import TokenRouting
@@ -75,6 +76,7 @@ Bias = bool | Literal["attention", "qkv", "mlp", "not_qkv"]
 """Which matrices have a bias: all or none, or those of attention, of its inputs, of the MLP, or all
 but those of attention's inputs."""
 Load = Annotated[float, Quantity(least=1, most=1000)]
+Few = Annotated[float, Quantity(least=0, most=100)]
 QKNorm = Literal["none", "head", "whole"]
 """Norms of queries and keys: none, one for all heads, or one over all heads together."""
 
@@ -149,6 +151,33 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """What eager code of a model type keeps beside what Llama's does, in elements.
+
+    `norms` are those of an element that a norm reads, beside its input and its output (Llama's: a
+    copy in fp32 and the normalized input, in place of the input: 2). `function` are those of a
+    column between the products of an MLP, negative where one of them is not needed. Where one
+    product has made all of queries, keys and values it stays `merged` as long as one of them;
+    `copies` are those of an element of the queries, such as the output of attention in another
+    order behind rotary embeddings of some columns. With `wide_router` its input is copied to fp32.
+    `scores` are those of a score of a type that has no fused attention (0: it has).
+
+    Source: transformers 5.23, models/*/modeling_*.py; `benchmarks/formulas.py` traces them.
+    """
+
+    norms: Few = 0.0
+    function: Annotated[float, Quantity(least=-1, most=100)] = 0.0
+    merged: bool = False
+    copies: Few = 0.0
+    wide_router: bool = False
+    scores: Few = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no code can be."""
+        check(self, "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
     """Attention and MLP layers of width `hidden`.
 
@@ -157,7 +186,8 @@ class Transformer:
     A token of a `causal` one sees those before it only; with `dropout` masks are kept, too. Layers
     in turn see as many tokens as `windows` say (0: all of them). A layer has `norms` norms over its
     width, and a `qk_norm`; with `sinks` every head has one number more. `latent` attention and
-    `experts` stand in place of the plain ones.
+    `experts` stand in place of the plain ones. With `parallel` norms have one input. `code` says
+    what its eager code keeps, where that is not Llama's.
     """
 
     layers: int
@@ -179,6 +209,15 @@ class Transformer:
     windows: tuple[int, ...] = ()
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    parallel: bool = False
+    code: Code | None = None
+
+    @property
+    def unfused_norm(self) -> float:
+        """Elements that eager norms keep of one that they read, beside input and output."""
+        if self.code and self.code.norms:
+            return self.code.norms
+        return 2.0 if self.norm == "rmsnorm" else 0.0
 
     def norm_tensors(self, *widths: int) -> tuple[int, ...]:
         """Parameters of norms over some widths."""
@@ -210,14 +249,15 @@ def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
     """The norms of a layer, of which two give attention and MLP their inputs, and its sums."""
     h, before = body.hidden, min(body.norms, _NORM_CALLS)
     readers = (3 + body.attention_gate, 2) if body.gated else (1, 1)  # products with own weights
-    wide = (("norms", 2.0 * h),) if body.norm == "rmsnorm" else ()
+    wide = _unfused("norms", body.unfused_norm * h)
     norms = [
         Operator(
             name="norm",
             rows=tokens,
             tensors=body.norm_tensors(h),
             calls=int(index < before),
-            kept=2.0 * h if index < before else h,  # its input, and that of products
+            kept=h * (1 + (index < before - body.parallel)),  # its input, and that of products
+            moved=4.0 * h if index < before else 2.0 * h,
             made=float(h) if index < before else 0.0,
             unfused=(*wide, *((("casts", float(readers[index] * h)),) if index < before else ())),
             parts=("norms",) if index < before else (),
@@ -228,6 +268,10 @@ def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
     more = LAYER_CALLS - _MLP_CALLS - before - sum((1, 3, 1))  # attention's
     masks = float(h) if body.dropout else 0.0  # two of a byte
     return (*norms, Operator(name="sums", rows=tokens, calls=more, kept=masks, cut="tokens"))
+
+
+def _unfused(what: Unfused, elements: float) -> tuple[tuple[Unfused, float], ...]:
+    return ((what, elements),) if elements else ()
 
 
 def _biases(rows: int, widths: Sequence[int], parts: tuple[Part, ...] = ()) -> list[Operator]:
@@ -281,9 +325,7 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         calls=3,
         kept=float(q),
         made=0.0,
-        unfused=(("keys", 2.0 * (q - kv)), ("copies", float(q)))
-        if kv < q
-        else (("copies", 3.0 * q),),
+        unfused=_unfused_attention(body, tokens, window, q, kv),
         parts=("attention",),
         cut="width",
     )
@@ -298,10 +340,32 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         _exchange(s, h, "output"),
         *(_biases(s, inputs) if inputs else []),
         *(_whole_bias(s, h) if output else []),
-        *([Operator(name="norms of heads", rows=s, kept=q + kv, cut="width")] if normed else []),
+        *([_norms_of_heads(body, s, q + kv)] if normed else []),
         *([Operator(tensors=norms, cut="width" if whole else "")] if norms else []),
         *([Operator(name="sinks", tensors=(heads,), cut="width")] if body.sinks else []),
     )
+
+
+def _unfused_attention(
+    body: Transformer, tokens: int, window: int, q: int, kv: int
+) -> tuple[tuple[Unfused, float], ...]:
+    code, more = body.code or Code(), 2.0 * (q - kv)
+    alone = code.copies * q + (q + kv if code.merged and code.copies else 0.0)
+    if code.scores:  # those of eager attention count one already
+        alone = code.copies * q + (code.scores - 1) * body.heads * tokens + more
+    elif window:
+        alone = 0.0
+    return (
+        *_unfused("keys", more),
+        *_unfused("copies", float(q) if kv < q else 3.0 * q),
+        *(_unfused("masks", more + tokens) if window and not code.scores else ()),
+        *_unfused("code", alone),
+    )
+
+
+def _norms_of_heads(body: Transformer, rows: int, width: int) -> Operator:
+    more = _unfused("norms", body.unfused_norm * width)
+    return Operator(name="norms of heads", rows=rows, kept=width, unfused=more, cut="width")
 
 
 def _latent(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator, ...]:
@@ -337,11 +401,13 @@ def _latent(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator, .
         calls=3,
         kept=float(out),
         made=0.0,
+        unfused=_unfused("code", heads * to.nope),  # beside values in the product's result
         parts=("attention",),
         cut="width",
     )
     norms = body.norm_tensors(*(rank for rank in (to.q_rank, to.kv_rank) if rank))
-    ranks = float(2 * (to.q_rank + to.kv_rank))  # before and behind their norms
+    ranks = to.q_rank + to.kv_rank  # before and behind their norms
+    more = _unfused("norms", body.unfused_norm * ranks)
     return (
         _exchange(s, h, "input"),
         *queries,
@@ -350,7 +416,9 @@ def _latent(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator, .
         scores,
         replace(product(out, h), along="inner", calls=2),
         _exchange(s, h, "output"),
-        Operator(name="norms of latent vectors", rows=s, tensors=norms, kept=ranks),
+        Operator(
+            name="norms of latent vectors", rows=s, tensors=norms, kept=2.0 * ranks, unfused=more
+        ),
     )
 
 
@@ -397,7 +465,10 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
             kept=float(width),
             made=float(width),
             alone=float((up + 1) * width),
-            unfused=(("activations", float(width)),) if body.gated else (),
+            unfused=(
+                *(_unfused("activations", width) if body.gated else ()),
+                *_unfused("code", width * body.code.function if body.code else 0.0),
+            ),
             parts=("activation", "mlp"),
             cut=cut,
         ),
@@ -411,6 +482,7 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
             chosen=chosen,
             load=load,
             calls=calls,
+            unfused=_unfused("experts", h) if groups else (),
             parts=mlp,
             cut="router" if groups else "",
             along="inner",
@@ -470,6 +542,10 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
         tensors=(h * n,),
         wide=True,
         kept=2.0 * n,
+        unfused=(
+            *(_unfused("experts", h) if to.shared_gate else ()),
+            *_unfused("code", 2.0 * h * bool(body.code and body.code.wide_router)),
+        ),
         parts=mlp,
         cut="router",
     )
@@ -539,7 +615,9 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
             rows=s,
             tensors=(*others, *(norm if embedding_norm else ())),
             calls=START_CALLS,
-            kept=h / 2,  # a mask of a byte
+            kept=h * (0.5 * body.dropout + embedding_norm),  # a mask of a byte, the norm's input
+            unfused=_unfused("norms", body.unfused_norm * h * embedding_norm),
+            moved=float(h),
             cut="tokens",
         ),
         _exchange(s, h, "output"),
@@ -556,7 +634,14 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     )
     final = norm if final_norm and not head_transform else ()
     first = Operator(
-        name="norm", rows=s, tensors=final, calls=HEAD_CALLS, kept=2.0 * h, cut="tokens"
+        name="norm",
+        rows=s,
+        tensors=final,
+        calls=HEAD_CALLS,
+        kept=2.0 * h * (1 + head_transform),  # with the result of a dense layer, and its function's
+        unfused=_unfused("norms", body.unfused_norm * h * final_norm),
+        moved=4.0 * h,
+        cut="tokens",
     )
     if head_transform:  # its norm and its biases come before the table
         after = (Operator(name="norm", tensors=norm), Table(entries=vocab, width=1))
@@ -627,11 +712,11 @@ def vision_transformer(
     h = body.hidden
     patches = (image // patch) ** 2
     tokens, inputs = patches + 1, channels * patch * patch
-    embedding = plain_block(
-        "embedding",
-        (h * inputs, h, h, tokens * h),
-        2.0 * patches * inputs * h,
-        2.0 * patches * inputs + tokens * h,
+    embedding = Operator(
+        tensors=(h * inputs, h, h, tokens * h),
+        work=2.0 * patches * inputs * h,
+        kept=patches * inputs + tokens * h * 0.5 * body.dropout,  # a mask of a byte
+        moved=2.0 * patches * inputs + tokens * h,
     )
     head = plain_block(
         "head",
@@ -640,5 +725,9 @@ def vision_transformer(
         4.0 * tokens * h + 4 * classes,
     )
     return Model(
-        name, (embedding, *body.blocks(tokens), head), tokens=1, unit="image", divisible=True
+        name,
+        (Block("embedding", (embedding,)), *body.blocks(tokens), head),
+        tokens=1,
+        unit="image",
+        divisible=True,
     )
