@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly torch-versions docs bench memory-oracle fidelity verify convergence long-study bound-ranking time-to-loss overhead \
+.PHONY: run check fast test nightly torch-versions docs bench memory-oracle formulas fidelity verify convergence long-study bound-ranking time-to-loss overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -78,6 +78,9 @@ products: $(STAMP)-dev
 
 memory-oracle: $(STAMP)-dev
 	$(BIN)/python benchmarks/memory_oracle.py $(QUICK)
+
+formulas: $(STAMP)-dev
+	$(BIN)/python benchmarks/formulas.py $(QUICK)
 
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)

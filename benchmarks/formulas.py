@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from reports import folder, made_by, parser, table
+from reports import folder, installed, made_by, parser, table
 
 from co2sim.catalog import Contents, huggingface, load_model
 from co2sim.models.memory import kept_bytes
@@ -331,6 +331,8 @@ def row(case: str) -> dict[str, str]:
         "flop_off": f"{ours.flop / sizes.flop - 1:.5%}",
         "kept_off": f"{ours.kept / sizes.kept - 1:.2%}",
         "seconds": f"{found.seconds:.1f}",
+        "torch": installed("torch"),
+        "transformers": installed("transformers"),
         "configuration": json.dumps(config),
     }
 

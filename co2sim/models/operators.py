@@ -32,9 +32,7 @@ Cut = Literal["", "tokens", "width", "router", "experts"]
 divide the sequence between products. width: the elements of each row. router: as tokens where
 experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
 
-Unfused = Literal[
-    "activations", "norms", "keys", "copies", "casts", "masks", "experts", "code"
-]
+Unfused = Literal["activations", "norms", "keys", "copies", "casts", "masks", "experts", "code"]
 """What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.

@@ -31,6 +31,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "engines.py": [pytest.mark.skipif(not DASK, reason="the extra `dask` is not installed")],
     "explore.py": [pytest.mark.skipif(not BROWSER, reason="no Chromium, or no playwright")],
     "fidelity.py": [pytest.mark.lab],
+    "formulas.py": [],
     "hpz_group.py": [],
     "long_study.py": [pytest.mark.dist],
     "memory_oracle.py": [],
