@@ -24,14 +24,14 @@ from reports import folder, installed, made_by, parser, table
 
 from co2sim.catalog import Contents, huggingface, load_model
 from co2sim.models.memory import kept_bytes
-from co2sim.models.operators import Attention, Model
+from co2sim.models.operators import Attention, Model, Unfused
 from co2sim.models.trace import AttentionShape, Trace
 from co2sim.models.workload import Workload
 
 NAME = "formulas.csv"
 QUICK = ("llama", "qwen3_moe")
 SAMPLES, TOKENS = 2, 512
-HABITS = ("activations", "norms", "masks", "experts", "code")
+HABITS: tuple[Unfused, ...] = ("activations", "norms", "masks", "experts", "code")
 """What transformers keeps besides what others do, as a stack says."""
 
 SIZES = {

@@ -427,8 +427,10 @@ def _bias(config: _Config) -> bool | str:
 
 def _dropout(config: _Config) -> bool:
     """Whether a layer drops some of its outputs out."""
-    keys = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout", "dropout")
-    keys += ("residual_dropout",)
+    keys = (
+        *("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout", "dropout"),
+        "residual_dropout",
+    )
     dropout = next((config.values[key] for key in keys if config.values.get(key) is not None), None)
     return config.kind in _DROPOUT if dropout is None else bool(dropout)
 
