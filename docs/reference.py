@@ -14,6 +14,8 @@ from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
+from co2sim.models.delta_rule import DeltaRule
+from co2sim.models.ssd import SSD
 from co2sim.models.stack import Stack
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction.figures import COLUMNS
@@ -22,7 +24,19 @@ from co2sim.studies.table import sortable
 
 PROGRAMS = {"co2sim": "co2sim", "realrun": "realrun", "co2analysis": "analysis"}
 """Programs, and their packages."""
-TABLES = (Cluster, GPU, Link, Tier, Failures, SizedFailures, Stack, Transformer, Experts)
+TABLES = (
+    Cluster,
+    GPU,
+    Link,
+    Tier,
+    Failures,
+    SizedFailures,
+    Stack,
+    Transformer,
+    Experts,
+    SSD,
+    DeltaRule,
+)
 """What a file says, by table."""
 
 _COMMAND = re.compile(r"^(?:\$ )?((?:co2sim|realrun|co2analysis) .*?)(?: +# .*)?$", re.MULTILINE)

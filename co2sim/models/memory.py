@@ -320,7 +320,8 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
     """Elements of the gradients of an operator's result, and of its operands, of a sample."""
     match op:
         case Product():
-            return op.rows * op.columns, op.rows * op.inner
+            rows = op.rows * (op.count or 1)
+            return rows * op.columns, rows * op.inner
         case Attention():
             one = float(op.rows * op.heads)
             scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0

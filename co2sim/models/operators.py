@@ -217,8 +217,9 @@ class Product(Operator):
     in one call. One of a `wide` type is never of a narrow one: those of routers. Tensor-parallel
     ranks divide what lies `along`; a `padded` number of columns is rounded up, others are `what`
     these have to divide. A `tied` one has the weights of another block. Of every sample there are
-    `count` products without weights (0: one with weights). `narrow` is the type of
-    its operands, if any, and weights stay cast for `cast_steps` micro-steps.
+    `count` products without weights (0: one with weights); a backward pass makes a `remade` one
+    once more, as its kernel does not keep the result. `narrow` is the type of its operands, if any,
+    and weights stay cast for `cast_steps` micro-steps.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -233,6 +234,7 @@ class Product(Operator):
     tied: bool = False
     adapter: bool = False
     count: int = 0
+    remade: bool = False
     narrow: NarrowType | None = None
     cast_steps: int = 1
 
