@@ -309,7 +309,7 @@ class Backward:
         fused = (job.precision.bytes,) * 2
         loss = fused if job.loss == "fused" else _LOSS_BYTES[job.tp > 1]
         return Backward(
-            kept=_kept(job, block),
+            kept=kept_bytes(job, block),
             steps=tuple(steps),
             logits=logits * job.precision.bytes,
             loss=(logits * loss[0], logits * loss[1]),
@@ -365,7 +365,7 @@ def _needed(job: Workload, block: Block) -> Bytes:
     return sum(_kept_of(job, op) for op in block.operators)
 
 
-def _kept(job: Workload, block: Block) -> Bytes:
+def kept_bytes(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
         return sum(_kept_of(job, op, freed=True) for op in block.operators)

@@ -598,7 +598,7 @@ class Block:
         return bool(self.boundary) and not self.logits
 
     def untied(self) -> "Block":
-        """The same with weights of its own."""
+        """The same with its own weights."""
         return replace(
             self,
             operators=tuple(

@@ -9,7 +9,7 @@ from analysis.published.runs import papers
 from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.models.memory import activations, allocated, overhead
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Model, plain_block
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.question import Question
@@ -21,7 +21,7 @@ PARAMETERS = 7_500_000_000
 
 def big(**changes: object) -> Workload:
     """7.5 billion parameters in one block."""
-    model = Model("7.5b", (Block("all", (PARAMETERS,), 1.0, 0.0),), tokens=1)
+    model = Model("7.5b", (plain_block("all", (PARAMETERS,), 1.0, 0.0),), tokens=1)
     return Workload(model, **changes)  # type: ignore[arg-type]
 
 
