@@ -14,13 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from co2sim.common.errors import CatalogError, Co2simError, ScheduleError, cut, given
 from co2sim.common.validation import first_problem
 from co2sim.models.operators import AnyOperator, Block, Model, plain_block
-from co2sim.models.transformer import (
-    Experts,
-    LatentAttention,
-    Transformer,
-    language_model,
-    vision_transformer,
-)
+from co2sim.models.scan import ChunkProduct
+from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
+from co2sim.models.vision import vision_transformer
 
 FORMAT = 1
 """What is written; objects without a format are of records before there were operators."""
@@ -50,7 +46,7 @@ class _Block(_Strict):
     boundary: float = 0.0
 
 
-_Operator = Annotated[AnyOperator, Field(discriminator="kind")]
+_Operator = Annotated[AnyOperator | ChunkProduct, Field(discriminator="kind")]
 _OPERATORS: TypeAdapter[tuple[AnyOperator, ...]] = TypeAdapter(
     tuple[_Operator, ...], config=ConfigDict(extra="forbid")
 )

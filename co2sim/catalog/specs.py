@@ -340,7 +340,7 @@ class _Layers(_Built):
             raise ValueError(
                 f"pattern is {shown(self.pattern)}; it must have a letter for each of"
                 f" {self.layers} layers, of {', '.join(LETTERS)}"
-                + (f" and not {sorted(wrong)[0]}" if wrong else "")
+                + (f" and not {min(wrong)}" if wrong else "")
             )
         scans = "M" in self.pattern or not self.pattern
         if scans and self.scan is None and (self.pattern or self.full_every):

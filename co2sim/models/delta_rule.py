@@ -96,7 +96,9 @@ class DeltaRule(Scan):
 
         The inverse of a triangular matrix has none that counts: 16 of 16 x 16 x 16.
         """
-        chunks = Chunks(tokens, self.chunk, self.value_heads, "heads of a scan")
+        chunks = Chunks(
+            tokens, self.chunk, self.value_heads, self.key_heads, "heads of keys of a scan"
+        )
         rows, k, v = chunks.rows, self.key_dim, self.value_dim
         return (
             chunks.product("keys by keys", rows, k, rows, calls=2, remade=False),

@@ -39,8 +39,9 @@ divided by its size. keys: keys and values of fewer heads, as often as there are
 casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
-Along = Literal["", "columns", "inner"]
-"""Which dimension of the weights of a product tensor-parallel ranks divide."""
+Along = Literal["", "columns", "inner", "heads"]
+"""Which dimension of the weights of a product tensor-parallel ranks divide; of products without
+weights, of which each head has one, heads."""
 
 FLASH_BACKWARD = 2.5
 """FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from co2sim.common.errors import OptionError
-from co2sim.common.validation import Count
-from co2sim.models.operators import AnyOperator, Operator, Product
+from co2sim.models.operators import Along, AnyOperator, Operator, Product
 from co2sim.schedule.mesh import Mesh
 
 
@@ -28,13 +27,14 @@ class Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProduct(Product):
-    """A product without weights, one for each of `heads` and of every chunk of a sample.
+    """Products without weights, equally many of each of `heads`, of all chunks of a sample.
 
     Tensor-parallel ranks divide `heads`, which are `what`. Raises OptionError where ranks divide a
     sequence: how they pass the state on is not modelled.
     """
 
     kind: Literal["chunk product"] = "chunk product"  # type: ignore[assignment]  # as in operators
+    along: Along = "heads"
     heads: int
 
     def counts(self, mesh: Mesh) -> dict[str, int]:
@@ -53,10 +53,14 @@ class ChunkProduct(Product):
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks of a sample, of `size` tokens; `heads` are `what` ranks divide."""
+    """The chunks of a sample, of `size` tokens, with `products` of each kind.
+
+    Ranks divide `heads`, which are `what`.
+    """
 
     tokens: int
-    size: Count
+    size: int
+    products: int
     heads: int
     what: str
 
@@ -68,14 +72,14 @@ class Chunks:
     def product(
         self, name: str, rows: int, inner: int, columns: int, *, calls: int = 1, remade: bool
     ) -> ChunkProduct:
-        """One for each head of every chunk; a backward pass makes a `remade` one again."""
+        """Those of a kind of all chunks; a backward pass makes `remade` ones again."""
         return ChunkProduct(
             name=name,
             rows=rows,
             inner=inner,
             columns=columns,
             heads=self.heads,
-            count=self.heads * -(-self.tokens // self.size),
+            count=self.products * -(-self.tokens // self.size),
             what=self.what,
             wide=True,
             remade=remade,
@@ -121,7 +125,8 @@ def convolution(tokens: int, width: int, kernel: int, *, bias: bool, kept: float
     keeps. With no input kept, that of a product is there, and the kernel runs once more to make its
     output again. Source: Dao-AILab/causal-conv1d, csrc/causal_conv1d_fwd.cu and _bwd.cu.
     """
-    again = 0.0 if kept else 2.0
+    back = 3.0 if kept else 5.0
+    moved = min(2.0, back / 2) * width  # that of a backward pass counts as twice as much
     return Operator(
         name="convolution",
         rows=tokens,
@@ -129,7 +134,7 @@ def convolution(tokens: int, width: int, kernel: int, *, bias: bool, kept: float
         work=2.0 * kernel * width,
         calls=1,
         kept=kept,
-        moved=2.0 * width,
-        exact=(0.0, (3.0 + again) * width - 4.0 * width),
+        moved=moved,
+        exact=(2.0 * width - moved, back * width - 2 * moved),
         cut="width",
     )

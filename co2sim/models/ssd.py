@@ -57,7 +57,7 @@ class SSD(Scan):
         """
         width, shared = self.heads * self.head_dim, self.groups * self.state
         columns = 2 * width + 2 * shared + self.heads
-        chunks = Chunks(tokens, self.chunk, self.groups, "groups of a scan")
+        chunks = Chunks(tokens, self.chunk, self.groups, self.groups, "groups of a scan")
         rows, each = chunks.rows, width // self.groups
         states = width * self.state / rows
         return (

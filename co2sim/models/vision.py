@@ -16,8 +16,8 @@ _FREQUENCIES = 256
 """Numbers that a time is written as. Source: facebookresearch/DiT, models.py, TimestepEmbedder."""
 
 _SHIFTS = 6
-"""Of a layer: a shift, a scale and a gate of attention, and of the MLP. Source: Peebles and Xie 2023,
-arXiv 2212.09748, figure 3."""
+"""Of a layer: a shift, a scale and a gate of attention, and of the MLP. Source: Peebles and Xie
+2023, arXiv 2212.09748, figure 3."""
 
 
 def _product(rows: int, inner: int, columns: int, kept: float = 0.0) -> tuple[AnyOperator, ...]:
