@@ -613,7 +613,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
+    """A model as a chain of blocks. A sample holds `tokens` tokens, or is an image or a latent: 1.
 
     A `divisible` one says of each operator how ranks divide it.
     """
@@ -734,8 +734,8 @@ def _check_divides(model: Model, mesh: Mesh) -> None:
         ("sequence_parallel=true", mesh.sequence_parallel),
         (f"cp={mesh.cp}", mesh.cp > 1),
     ):
-        if used and model.unit == "image":
-            raise OptionError(f"{option} does not apply to {model.name}, of images")
+        if used and model.unit != "token":
+            raise OptionError(f"{option} does not apply to {model.name}, of {model.unit}s")
     different = {id(block.operators): block.operators for block in model.blocks}.values()
     counts: dict[str, int] = {}
     for op in chain.from_iterable(different):

@@ -111,7 +111,7 @@ def diffusion_transformer(
         for block in body.blocks(tokens)
     ]
     blocks = (Block("embedding", embedding), *layers, Block("final", final))
-    return Model(name, blocks, tokens=1, unit="image", divisible=True)
+    return Model(name, blocks, tokens=1, unit="latent", divisible=True)
 
 
 def _modulation(tokens: int, hidden: int, shifts: int) -> tuple[AnyOperator, ...]:
@@ -127,7 +127,7 @@ def _modulation(tokens: int, hidden: int, shifts: int) -> tuple[AnyOperator, ...
         Operator(
             name="shift, scale, gate",
             rows=tokens,
-            calls=3 * scales + gates + 2,
+            calls=scales + gates + 2,  # each fused, as elsewhere; SiLU, and views of the shifts
             kept=float((scales + gates) * hidden),
             moved=float((2 * scales + 2 * gates) * hidden),
         ),

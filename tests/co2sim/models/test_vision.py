@@ -128,11 +128,11 @@ def test_kernels_of_the_ends_of_a_vision_transformer_are_known() -> None:
 
 @pytest.mark.parametrize("mesh", [Mesh(cp=2), Mesh(tp=2, sequence_parallel=True)], ids=str)
 def test_ranks_do_not_divide_the_patches_of_an_image(mesh: Mesh) -> None:
-    """Of a latent neither; tensor-parallel ones divide the layers."""
+    """Nor of a latent; tensor-parallel ones divide the layers."""
     body = Transformer(layers=2, hidden=64, heads=4, ffn=128, causal=False, norm="none")
     sizes = {"image": 8, "patch": 2, "channels": 4, "outputs": 8, "classes": 10}
     model = diffusion_transformer("m", body, **sizes)
-    with pytest.raises(OptionError, match="of images"):
+    with pytest.raises(OptionError, match="of latents"):
         shard_model(model, mesh)
     assert shard_model(model, Mesh(tp=2)).parameters < model.parameters
 
