@@ -136,6 +136,42 @@ def test_products_of_mamba_2_are_those_of_transformers() -> None:
     assert found - passing == of_products(decoder(replace(BODY, scan=alone), tokens))
 
 
+def test_products_of_layers_that_are_one_part_alone_are_those_of_transformers() -> None:
+    """Nemotron-H: a scan, attention and an MLP by turns, with the same exception."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = transformers.NemotronHConfig(
+        vocab_size=96,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        ssm_state_size=32,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=8,
+        chunk_size=64,
+        hybrid_override_pattern="M-M*-",
+        attn_implementation="eager",
+    )
+    module = transformers.NemotronHForCausalLM(config).eval()
+    body = replace(
+        BODY,
+        layers=5,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=96,
+        scan=replace(MAMBA, groups=8),
+        pattern="M-M*-",
+    )
+    model, tokens, chunks = decoder(body), 192, 3
+    assert sum(p.numel() for p in module.parameters()) == model.parameters
+    found = counted(lambda: module(torch.zeros(1, tokens, dtype=torch.long), use_cache=False))
+    assert found - 2.0 * (chunks + 1) ** 2 * 8 * 16 * 32 * 2 == of_products(model)
+
+
 def test_products_of_a_hybrid_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-Next with its delta rule, gated attention and experts, whose gate is one column.
 
