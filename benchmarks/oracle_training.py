@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from oracle_allocator import Event, reserved
 from oracle_models import (
     FLASH,
     MODELS,
@@ -108,6 +109,8 @@ class Moments(MemTracker):
         """Begin; `detailed` lists what is alive at the peak, which takes time."""
         self.phases: dict[str, int] = defaultdict(int)
         self.origins: dict[int, str] = {}
+        self.events: list[Event] = []
+        self.numbers: dict[int, int] = {}
         self.detailed = detailed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +126,19 @@ class Moments(MemTracker):
     def _update_snap(self, u_type: Any, winfo: Any, *rest: Any, **named: Any) -> None:
         if self.detailed and u_type.name == "ADD":
             self.origins[id(winfo)] = " ".join(self.place())
+        self._record(u_type.name, winfo)
         super()._update_snap(u_type, winfo, *rest, **named)
+
+    def _record(self, change: str, winfo: Any) -> None:
+        """What the allocator is asked for; a storage that changes its size is made anew."""
+        if change == "ADD":
+            self.numbers[id(winfo)] = len(self.events)
+        number = self.numbers[id(winfo)]
+        if change in {"DEL", "SIZE"}:
+            self.events.append(("give", number, 0))
+        if change in {"ADD", "SIZE"} and winfo.mem_consumed:
+            self.events.append(("take", number, winfo.mem_consumed))
+        self.events.append(("kind", number, winfo.reftype.value))
 
     def _update_peak_stats(self, peak_state: Any) -> None:
         before = max(self._peak_mem.values(), default=0)
@@ -442,6 +457,7 @@ def measure(
     if phase == "backward" and module == "Global":
         phase = "backward of the loss"
     found: dict[str, Any] = {"parameters": count, "peak_bytes": kinds.pop("Total")}
+    found["reserved_bytes"] = reserved(track.events)
     found |= {"moment": phase, "module": module, "operator": op}
     for column, names in COLUMNS.items():
         found[column] = sum(kinds.pop(name, 0) for name in names)

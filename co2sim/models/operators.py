@@ -32,11 +32,12 @@ Cut = Literal["", "tokens", "width", "router", "experts"]
 divide the sequence between products. width: the elements of each row. router: as tokens where
 experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
 
-Unfused = Literal["activations", "norms", "keys", "casts"]
+Unfused = Literal["activations", "norms", "keys", "copies", "casts"]
 """What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
-casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+copies: the output of attention in the order of the next product, and, of as many heads as queries
+have, keys and values as one product gave them, beside those with positions. casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
 Along = Literal["", "columns", "inner", "heads"]
@@ -341,8 +342,9 @@ class Attention(Operator):
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample: scores above the diagonal count, too."""
-        whole = self.length**2 if not self.window else self.window * (2 * self.length - self.window)
-        pairs = whole / self.ranks if self.softmax else float(self.rows * self.wide)
+        pairs = float(self.rows * (self.length if self.softmax else self.wide))
+        if self.softmax and self.window:
+            pairs = self.window * (2 * self.length - self.window) / self.ranks
         return 2.0 * self.heads * (self.wide + self.value) * pairs
 
     @property
@@ -615,7 +617,8 @@ class Block:
 class Model:
     """A model as a chain of blocks. A sample holds `tokens` tokens, or is an image or a latent: 1.
 
-    A `divisible` one says of each operator how ranks divide it.
+    A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
+    a module was traced.
     """
 
     name: str
@@ -623,6 +626,7 @@ class Model:
     tokens: int
     unit: str = "token"
     divisible: bool = False
+    assumed: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -728,7 +732,9 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 def _check_divides(model: Model, mesh: Mesh) -> None:
     if not model.divisible:
         named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
-        raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
+        raise OptionError(
+            f"{named} does not apply to {model.name}: only transformers of the catalog divide"
+        )
     tokens = model.tokens
     for option, used in (
         ("sequence_parallel=true", mesh.sequence_parallel),
