@@ -126,7 +126,10 @@ _REFUSED = {
     ),
     "layers that share keys and values are not modelled": ("num_kv_shared_layers",),
     "attention within chunks of a sequence is not modelled": ("attention_chunk_size",),
-    "layers without attention are not modelled": ("linear_num_key_heads", "mamba_d_state"),
+    "layers without attention are not read: write the model as TOML, with [scan]": (
+        "linear_num_key_heads",
+        "mamba_d_state",
+    ),
     "norms of queries and keys with biases are not modelled": ("qk_layernorm",),
     "a model without its last norm is not modelled": ("_remove_final_layer_norm",),
 }
