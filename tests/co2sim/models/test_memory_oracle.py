@@ -10,7 +10,8 @@ import pytest
 from co2sim.catalog import load_optimizer
 from co2sim.models.memory import timeline
 from co2sim.models.operators import Model
-from co2sim.models.transformer import Transformer, language_model, vision_transformer
+from co2sim.models.transformer import Transformer, language_model
+from co2sim.models.vision import vision_transformer
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
