@@ -1,6 +1,6 @@
 """Transformers of images: parameters and FLOP of published modules, and published throughput."""
 
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -152,13 +152,12 @@ one RTX 3090, fp16, PyTorch 1.12, without flash attention; SGD is the default of
 """
 
 
-def test_published_training_of_vision_transformers_is_predicted_but_for_narrow_ones() -> None:
-    """On an RTX 3090: B and L on 224 pixels within 15 %; narrow ones are predicted too fast.
+def test_published_training_of_vision_transformers_is_predicted() -> None:
+    """Of 12 on an RTX 3090, none of which entered a fit: 15 % off in the mean, at most 25 %.
 
-    Of this GPU no time of kernels is known but efficiencies by FLOP, so that what attention and
-    elementwise kernels move, which is most of narrow layers, counts too little: 45 % on average.
+    All are predicted too slow: no training on this GPU says which part of its speed it sustains.
     """
-    errors: dict[tuple[str, int], list[float]] = {}
+    errors = []
     for name, width, heads, layers, patch, image, samples, measured in TIMM:
         body = Transformer(layers=layers, hidden=width, heads=heads, ffn=4 * width, causal=False)
         result = simulate(
@@ -174,9 +173,6 @@ def test_published_training_of_vision_transformers_is_predicted_but_for_narrow_o
             loss="eager",
             stack="torchtitan-eager",
         )
-        errors.setdefault((name, image), []).append(result.tokens_per_s / measured - 1)
-    wide = [abs(one) for name in ("base", "large") for one in errors[name, 224]]
-    assert max(wide) < 0.15
-    every = [abs(one) for ones in errors.values() for one in ones]
-    assert mean(every) < 0.46
-    assert median(every) < 0.27
+        errors.append(abs(result.tokens_per_s / measured - 1))
+    assert mean(errors) < 0.16
+    assert max(errors) < 0.26
