@@ -8,9 +8,11 @@ import pytest
 from co2sim import simulate
 from co2sim.catalog import load_model
 from co2sim.common.errors import OptionError
+from co2sim.models.memory import kept_bytes
 from co2sim.models.operators import CrossEntropy, Model, Product, shard_model
 from co2sim.models.transformer import Transformer
 from co2sim.models.vision import diffusion_transformer, vision_transformer
+from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
 
 VITS = {"vit-s16": (384, 6, 12), "vit-b16": (768, 12, 12), "vit-l16": (1024, 16, 24)}
@@ -114,6 +116,37 @@ def test_a_diffusion_transformer_is_that_of_its_paper() -> None:
     assert forward_flops(model) == counted(module, *inputs)
     assert round((model.parameters + 294_912) / 1e6) == 675
     assert forward_flops(model) / 2e9 == pytest.approx(118.64, rel=1e-3)
+
+
+def saved(torch: Any, layers: int, samples: int) -> int:
+    """Bytes that autograd keeps of a diffusion transformer in bf16, but for its parameters."""
+    with torch.device("meta"):
+        module = dit(torch, 1152, 16, layers).to(torch.bfloat16)
+        inputs = (
+            torch.zeros(samples, 4, 32, 32, dtype=torch.bfloat16),
+            torch.zeros(samples, 256, dtype=torch.bfloat16),
+            torch.zeros(samples, dtype=torch.long),
+        )
+    known = {one.untyped_storage()._cdata for one in module.parameters()}  # noqa: SLF001
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:  # noqa: SLF001 - what tells storages on no device apart
+            kept[storage._cdata] = storage  # noqa: SLF001
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(*inputs)
+    return int(sum(storage.nbytes() for storage in kept.values()))
+
+
+def test_a_layer_of_a_diffusion_transformer_keeps_what_autograd_saves() -> None:
+    """Within 1 %, with eager attention: a further layer of the module in bf16."""
+    torch = pytest.importorskip("torch")
+    more = saved(torch, 2, 4) - saved(torch, 1, 4)
+    job = Workload(load_model("dit-xl-2").value, micro_batch=4, attention="eager")
+    assert kept_bytes(job, job.executed[1][1]) == pytest.approx(more, rel=0.01)
 
 
 def test_kernels_of_the_ends_of_a_vision_transformer_are_known() -> None:
