@@ -127,13 +127,13 @@ def saved(torch: Any, layers: int, samples: int) -> int:
             torch.zeros(samples, 256, dtype=torch.bfloat16),
             torch.zeros(samples, dtype=torch.long),
         )
-    known = {one.untyped_storage()._cdata for one in module.parameters()}  # noqa: SLF001
+    known = {one.untyped_storage()._cdata for one in module.parameters()}
     kept: dict[int, Any] = {}
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:  # noqa: SLF001 - what tells storages on no device apart
-            kept[storage._cdata] = storage  # noqa: SLF001
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
