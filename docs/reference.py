@@ -11,11 +11,10 @@ import typer
 
 from co2sim.catalog import names
 from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
+from co2sim.catalog.specs import SCANS
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
-from co2sim.models.delta_rule import DeltaRule
-from co2sim.models.ssd import SSD
 from co2sim.models.stack import Stack
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction.figures import COLUMNS
@@ -34,8 +33,7 @@ TABLES = (
     Stack,
     Transformer,
     Experts,
-    SSD,
-    DeltaRule,
+    *SCANS.values(),
 )
 """What a file says, by table."""
 

@@ -427,7 +427,6 @@ def _optimizer(reference: str | Contents, overrides: Mapping[str, str]) -> Entry
 
 
 _KINDS = {"transformer", "vit", "dit", "blocks"}
-_SCANS = {"ssd", "delta_rule"}
 _NO_NAMES = {"[key]", "[number]", "[table]"}
 """Parts of a place that stand in no file: pydantic's, and the tags of `specs`."""
 
@@ -437,18 +436,18 @@ def _where(location: Place) -> str:
     parts = [str(part) for part in location if part not in _NO_NAMES]
     if parts[:1] == ["model"]:
         parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
-        if parts[:1] == ["scan"] and parts[1:2] and parts[1] in _SCANS:
-            del parts[1]
+        if parts[:1] == ["scan"]:
+            del parts[1:2]  # its kind
     return ".".join(parts)
 
 
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
-    from co2sim.catalog.specs import ClusterSpec, TransformerSpec  # noqa: PLC0415
+    from co2sim.catalog.specs import SCANS, ClusterSpec, TransformerSpec  # noqa: PLC0415
 
     problem = error.errors(include_url=False)[0]
     if problem["type"].startswith("union_tag"):
         if "scan" in problem["loc"]:
-            return f"scan.kind must be one of {', '.join(sorted(_SCANS))}"
+            return f"scan.kind must be one of {', '.join(SCANS)}"
         return (
             f"kind must be one of {', '.join(sorted(_KINDS))}; a model is such a TOML file, or a"
             " config.json of Hugging Face (the file of a trainer is neither)"

@@ -53,6 +53,7 @@ from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.delta_rule import DeltaRule
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.optimizer import Optimizer
+from co2sim.models.scan import Scan
 from co2sim.models.ssd import SSD
 from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.transformer import (
@@ -324,10 +325,13 @@ OptimizerSpec = _spec(Optimizer, _Built, others=(None, None))
 """`optimizers/*.toml`; what `others` names or says is made apart."""
 
 
-_SSDSpec: Any = _spec(SSD, _Built)
-_DeltaRuleSpec: Any = _spec(DeltaRule, _Built)
-_Scan: Any = Annotated[_SSDSpec | _DeltaRuleSpec, Discriminator("kind")]
-"""`scan` of a model: a kind of layers without attention, of which each has a file."""
+SCANS: Mapping[str, type[Scan]] = {"ssd": SSD, "delta_rule": DeltaRule}
+"""Kinds of layers without attention, of which each has a file: `scan` of a model."""
+
+_Scan: Any = Annotated[
+    Union[tuple(_spec(kind, _Built) for kind in SCANS.values())],  # noqa: UP007 - of a list
+    Discriminator("kind"),
+]
 
 
 class _Layers(_Built):
