@@ -4,6 +4,7 @@ And published prices, and carbon of grids, which clusters name.
 """
 
 import datetime as dt
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -141,6 +142,12 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def usual_sequence(parameters: float) -> Tree:
+    """What is known of the sequences that models of about so many parameters are trained on."""
+    rows: list[Tree] = read_table("batches")["sequence"]
+    return min(rows, key=lambda row: abs(math.log(row["parameters"] / max(1, parameters))))
 
 
 def read_defaults() -> Tree:

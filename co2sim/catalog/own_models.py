@@ -1,11 +1,13 @@
 """Models of a user's own: the module that a Python file builds, or a file written of one."""
 
+import json
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2sim.catalog.facts import Fact, Tree
+from co2sim.catalog.facts import Fact, Tree, usual_sequence
 from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common.errors import CatalogError
 from co2sim.models.operators import Model
@@ -42,21 +44,30 @@ def traced_tree(reference: str) -> Tree:
     return _kept(load_build, reference, name, _changed(f"{path.removesuffix('.py')}.py"))
 
 
-def transformers_tree(folder: str) -> Tree:
-    """What a file would say of the class of transformers that a `config.json` names."""
-    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
-
-    path = Path(folder)
-    path = path.parent if path.suffix == ".json" else path
-    return _kept(load_config, folder, path.resolve().name, _changed(str(path / "config.json")))
-
-
 def _changed(path: str) -> float:
     """When a file was written last; 0 where there is none."""
     try:
         return os.stat(path).st_mtime  # noqa: PTH116 - Path.stat raises more
     except (OSError, ValueError):
         return 0.0
+
+
+def can_trace() -> bool:
+    """Whether the classes of transformers are installed."""
+    return all(find_spec(name) for name in ("torch", "transformers"))
+
+
+def transformers_tree(config: Tree, reference: str) -> Tree:
+    """What a file would say of the class of transformers that a `config.json` names."""
+    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
+
+    path = Path(reference).resolve()
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return _kept(partial(load_config, tokens=_usual_tokens), json.dumps(config), name, 0.0)
+
+
+def _usual_tokens(parameters: int) -> int:
+    return int(usual_sequence(parameters)["tokens"])
 
 
 @lru_cache(maxsize=_MOST_TRACED)

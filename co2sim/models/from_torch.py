@@ -8,6 +8,7 @@ under autocast), those of the GPU are put in their place, so that every build gi
 The only module of co2sim that imports torch; nothing imports it before a module is traced.
 """
 
+import json
 import logging
 import sys
 import time
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from math import prod
 from pathlib import Path
@@ -105,6 +107,44 @@ def load_build(named: str) -> Source:
             " torch.randint(0, 50257, (8, 1024))"
         )
     return Source(build, batch, getattr(module, "loss", None))
+
+
+def load_config(text: str, tokens: Callable[[int], int]) -> Source:
+    """The class of transformers that the text of a `config.json` names, and one sample for it.
+
+    `tokens` are those of a sequence for a number of parameters. Raises OptionError for what
+    transformers does not know, or needs other inputs than tokens or an image.
+    """
+    transformers: Any = import_module("transformers")
+    values = json.loads(text)
+    with _refusing("the configuration"):
+        config = transformers.AutoConfig.for_model(**values)
+    named = (getattr(transformers, str(name), None) for name in config.architectures or ())
+    kind = next((found for found in named if found), None)
+    config.use_cache = False
+    size = 0
+
+    def build() -> nn.Module:
+        nonlocal size
+        make = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = make(config, dtype=torch.bfloat16)
+        size = sum(x.numel() for x in model.parameters())
+        return model
+
+    def batch() -> dict[str, Tensor]:
+        if hasattr(config, "image_size"):
+            side = (1, config.num_channels, *_sides(config.image_size))
+            image = torch.zeros(side, dtype=torch.bfloat16)
+            return {"pixel_values": image, "labels": torch.zeros(1, dtype=torch.int64)}
+        longest = getattr(config, "max_position_embeddings", None) or tokens(size)
+        ids = torch.zeros((1, min(longest, tokens(size))), dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    return Source(build, batch)
+
+
+def _sides(size: int | list[int]) -> list[int]:
+    return [size, size] if isinstance(size, int) else size
 
 
 def _executed(path: Path) -> ModuleType:

@@ -97,44 +97,47 @@ class _Tree:
                 self.parameters[path] += parameter.numel
 
     def units(self) -> list[str]:
-        """Entries of lists that are alike; else of lists of one, and else the parts of the whole.
+        """Entries of lists that are alike; else of one class; else the parts of the whole.
 
-        Modules beside lists that have as many parameters as an entry are units, too.
+        A module between two lists that has as many parameters as an entry is a unit, too.
         """
-        return self._listed("", 2) or self._listed("", 1) or self._parts("")
+        return self._listed("", "alike") or self._listed("", "kind") or self._parts("")
 
     def _working(self, path: str) -> list[str]:
         return [child for child in self.children[path] if child in self.products]
 
-    def _listed(self, path: str, least: int) -> list[str]:
+    def _listed(self, path: str, by: str) -> list[str]:
         working = self._working(path)
         composite = [child for child in working if self.children[child]]
-        repeated = self._repeated(composite or working, least)
+        repeated = self._repeated(composite or working, by)
         if repeated and self._is_list(path):
             return working
-        inner = {child: self._listed(child, least) for child in working}
+        inner = {child: self._listed(child, by) for child in working}
         units = [unit for found in inner.values() for unit in found]
-        if composite and repeated and least > 1 and not any(self.children[u] for u in units):
+        if composite and repeated and not any(self.children[unit] for unit in units):
             return repeated
         if not units:
             return []
         size = min(self.parameters[unit] for unit in units)
-        return [
-            unit
-            for child in working
-            for unit in inner[child] or [child]
-            if inner[child] or (child in composite and self.parameters[child] >= size)
-        ]
+        kinds = {self.modules[child].kind for child, found in inner.items() if found}
+        for child in composite:
+            if self.modules[child].kind in kinds:
+                inner[child] = inner[child] or self._listed(child, "kind")
+        at = [index for index, found in enumerate(inner.values()) if found]
+        for child in working[at[0] : at[-1]]:
+            if child in composite and self.parameters[child] >= size:
+                inner[child] = inner[child] or [child]
+        return [unit for found in inner.values() for unit in found]
 
-    def _repeated(self, paths: Sequence[str], least: int) -> list[str]:
-        alike = Counter(self.modules[path].alike for path in paths)
-        return [path for path in paths if alike[self.modules[path].alike] >= least]
+    def _repeated(self, paths: Sequence[str], by: str) -> list[str]:
+        """Those of which there are two or more; of a single entry of a list that one."""
+        alike = Counter(getattr(self.modules[path], by) for path in paths)
+        least = 1 if by == "kind" and len(paths) == 1 and self.children[paths[0]] else _TWO
+        return [path for path in paths if alike[getattr(self.modules[path], by)] >= least]
 
     def _is_list(self, path: str) -> bool:
         names = [child.rpartition(".")[2] for child in self.children[path]]
-        return bool(path or self.modules[path].kind == "Sequential") and all(
-            name.isdecimal() for name in names
-        )
+        return all(name.isdecimal() for name in names)
 
     def _parts(self, path: str) -> list[str]:
         working = self._working(path)
