@@ -295,7 +295,7 @@ def _of_model(reference: str) -> Tree:
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
         from co2sim.catalog import huggingface, own_models  # noqa: PLC0415 - of few models
 
-        if not huggingface.is_known(tree) and "model_type" in tree and own_models.can_trace():
+        if not huggingface.is_known(tree) and own_models.can_trace(tree.get("model_type")):
             return own_models.transformers_tree(tree, reference)
         tree = _at_usual_length(huggingface.convert(tree, reference), reference)
     tree.setdefault("name", reference)

@@ -2,7 +2,8 @@
 
 import json
 import os
-from functools import lru_cache, partial
+from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,22 +53,24 @@ def _changed(path: str) -> float:
         return 0.0
 
 
-def can_trace() -> bool:
-    """Whether the classes of transformers are installed."""
-    return all(find_spec(name) for name in ("torch", "transformers"))
+def can_trace(model_type: object) -> bool:
+    """Whether a class of transformers for a type of models is installed."""
+    installed = all(find_spec(name) for name in ("torch", "transformers"))
+    return installed and model_type in import_module("transformers").CONFIG_MAPPING
 
 
 def transformers_tree(config: Tree, reference: str) -> Tree:
     """What a file would say of the class of transformers that a `config.json` names."""
-    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
-
     path = Path(reference).resolve()
     name = path.parent.name if path.name == "config.json" else path.stem
-    return _kept(partial(load_config, tokens=_usual_tokens), json.dumps(config), name, 0.0)
+    return _kept(_of_config, json.dumps(config), name, 0.0)
 
 
-def _usual_tokens(parameters: int) -> int:
-    return int(usual_sequence(parameters)["tokens"])
+def _of_config(text: str) -> "Source":
+    """With a sequence as models of its size are trained on."""
+    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
+
+    return load_config(text, lambda parameters: int(usual_sequence(parameters)["tokens"]))
 
 
 @lru_cache(maxsize=_MOST_TRACED)
