@@ -32,11 +32,12 @@ Cut = Literal["", "tokens", "width", "router", "experts"]
 divide the sequence between products. width: the elements of each row. router: as tokens where
 experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
 
-Unfused = Literal["activations", "norms", "keys", "casts"]
+Unfused = Literal["activations", "norms", "keys", "copies", "casts"]
 """What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
-casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+copies: the output of attention in the order of the next product, and, of as many heads as queries
+have, keys and values as one product gave them, beside those with positions. casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
 Along = Literal["", "columns", "inner"]

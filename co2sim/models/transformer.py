@@ -281,7 +281,9 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         calls=3,
         kept=float(q),
         made=0.0,
-        unfused=(("keys", 2.0 * (q - kv)),) if kv < q else (),
+        unfused=(("keys", 2.0 * (q - kv)), ("copies", float(q)))
+        if kv < q
+        else (("copies", 3.0 * q),),
         parts=("attention",),
         cut="width",
     )

@@ -252,8 +252,8 @@ def test_communicators_need_buffers_by_their_ranks() -> None:
         ([PEERS], 544e6),
         ([WORLD, NODE, PEERS], 2 * 688e6 + 544e6),
     ):
-        assert overhead({}, groups, layout)["nccl"] == pytest.approx(expected)
-    assert "nccl" not in overhead({}, [WORLD], Layout(1, 1))
+        assert overhead({}, 0.0, groups, layout)["nccl"] == pytest.approx(expected)
+    assert "nccl" not in overhead({}, 0.0, [WORLD], Layout(1, 1))
 
 
 # --- published peaks ----------------------------------------------------------------------------
