@@ -14,6 +14,7 @@ from co2sim.catalog.facts import (
     default_price,
     facts,
     is_file,
+    is_source,
     key_of,
     names,
     override,
@@ -289,6 +290,10 @@ def _apply(
 
 
 def _of_model(reference: str) -> Tree:
+    if is_source(reference):
+        from co2sim.catalog.own_models import traced_tree  # noqa: PLC0415 - of few models
+
+        return traced_tree(reference)
     tree = read("models", reference)
     if "format" in tree:
         return tree

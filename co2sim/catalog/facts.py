@@ -111,10 +111,6 @@ def read(kind: Kind, reference: str) -> Tree:
             " known (a file of yours: give its path, ending in .toml or .json)"
         )
     path = Path(reference)
-    if kind == "models" and is_source(reference):
-        from co2sim.catalog.own_models import traced_tree  # noqa: PLC0415 - of few models
-
-        return traced_tree(reference)
     if kind == "models" and is_regular(path / "config.json"):
         path = path / "config.json"
     if is_file(reference) or path != Path(reference):
