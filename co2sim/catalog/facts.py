@@ -141,7 +141,7 @@ def read(kind: Kind, reference: str) -> Tree:
 
 
 def usual_sequence(parameters: float) -> Tree:
-    """What is known of the sequences that models of about so many parameters are trained on."""
+    """What is known of the sequences that models of about that size are trained on."""
     rows: list[Tree] = read_table("batches")["sequence"]
     return min(rows, key=lambda row: abs(math.log(row["parameters"] / max(1, parameters))))
 

@@ -32,8 +32,8 @@ def from_torch(build: "Build", batch: "Batch", loss: "Loss | None" = None, name:
     from co2sim.models.from_torch import trace  # noqa: PLC0415 - it imports torch
     from co2sim.models.traced import model_of  # noqa: PLC0415 - only of traces
 
-    found = trace(build, batch, loss)
-    return model_of(found, name or found.modules[0].kind)
+    step = trace(build, batch, loss)
+    return model_of(step, name or step.modules[0].kind)
 
 
 def traced_tree(reference: str) -> Tree:

@@ -3,7 +3,7 @@
 Blocks are the units of communication: entries of a list of modules of which two or more are alike.
 What runs before the first of them is the block "embedding", what runs behind the last "head", and
 what runs between two belongs to the first of these. Sizes are those of a sample, in elements of the
-type that most products have. Products and attention are operators of their own; all other kernels
+type that most products have. Products and attention have an operator each; all other kernels
 of a block are one, which moves the bytes that these move. Parameters, their copies and their
 gradients are not among these bytes, which grow with the batch.
 """
@@ -182,11 +182,11 @@ class _Step:
         owners: list[int] = []
         outside: dict[str, set[int]] = {}
         now, head = 0, len(self.names) - 1
-        end = max((i for i, place in enumerate(places) if place is not None), default=-1)
-        for i, (kernel, place) in enumerate(zip(self.kernels, places, strict=True)):
+        end = max((i for i, block in enumerate(places) if block is not None), default=-1)
+        for i, (kernel, block) in enumerate(zip(self.kernels, places, strict=True)):
             forward = kernel.phase == "forward"
-            if place is not None:
-                now = place
+            if block is not None:
+                now = block
             elif forward:
                 now = head if i > last else now
                 outside.setdefault(kernel.module, set()).add(now)
@@ -413,13 +413,13 @@ class _Block:
             op: AnyOperator = _attention(kernel.shape, self.step.trace.samples)
         else:
             weight = self._weight(kernel)
-            own = left.pop(weight.path, None) if weight else None
+            tensor = left.pop(weight.path, None) if weight else None
             op = _product(kernel, weight, self.step.trace, wide=kernel.width > self.step.width)
             if weight:
                 elsewhere = self.step.first_use[weight.path] != self.index
                 op = replace(
                     op,
-                    tensors=(own.numel,) if own else (),
+                    tensors=(tensor.numel,) if tensor else (),
                     tied=elsewhere,
                     frozen=not weight.trainable,
                 )
@@ -469,7 +469,7 @@ class _Block:
 
 
 def _of(i: int, writers: Mapping[int, int]) -> list[int]:
-    return [number for number, writer in writers.items() if writer == i]
+    return [storage for storage, writer in writers.items() if writer == i]
 
 
 def _is_product(kernel: Kernel) -> bool:
@@ -549,7 +549,7 @@ class _Fused:
         self, step: _Step, index: int, forward: Sequence[int], backward: Sequence[int]
     ) -> None:
         self.step = step
-        self.kept = {number for number, at in step.kept.items() if at == index}
+        self.kept = {storage for storage, block in step.kept.items() if block == index}
         self.again: dict[int, dict[int, int]] = {}
         chains = self._chains(forward)
         for chain in chains:
