@@ -1111,17 +1111,24 @@ def _refusal(what: str, error: Exception, places: _Places | None = None) -> Opti
     return OptionError(line)
 
 
+_ADVICE = {
+    (
+        "cuda",
+        "gpu",
+    ): "there is no GPU here: use the device of the inputs, and choose code by options",
+    ("uninitializedparameter",): "lazy modules have no shapes yet: give them the sizes of inputs",
+    ("numpy", "data_ptr", "data pointer"): "fake tensors have no memory: compute with torch, or"
+    " outside of the module",
+}
+"""By words of an error."""
+
+
 def _advice(error: Exception, text: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "; install it, or build the module without it"
-    if "UninitializedParameter" in text:
-        return "; lazy modules have no shapes yet: give them the sizes of their inputs"
     if isinstance(error, UnsupportedOperatorException):
         return "; a custom kernel needs its shapes: torch.library.register_fake"
-    if "cuda" in text.lower() or "gpu" in text.lower():
-        return "; there is no GPU here: use the device of the inputs, and choose code by options"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "; make tensors within build(), where they take no memory"
-    if "numpy" in text or "data_ptr" in text or "data pointer" in text:
-        return "; fake tensors have no memory: compute with torch, or outside of the module"
-    return ""
+    fitting = (line for words, line in _ADVICE.items() if any(w in text.lower() for w in words))
+    return "".join(f"; {line}" for line in list(fitting)[:1])
