@@ -148,16 +148,16 @@ def _read(tree: Mapping[str, Any]) -> Model:
         raise CatalogError(
             f"a model's format is {given(tree['format'])}; this version reads {FORMAT}"
         )
-    found = _Model.model_validate(tree)
-    lists = [_OPERATORS.validate_python(operators) for operators in found.operators]
-    for block in found.blocks:
+    parsed = _Model.model_validate(tree)
+    lists = [_OPERATORS.validate_python(operators) for operators in parsed.operators]
+    for block in parsed.blocks:
         if block.operators >= len(lists):
             raise CatalogError(
                 f"operators of block {given(block.name)} is {block.operators}; the model has"
                 f" {len(lists)} lists of them, from 0"
             )
-    blocks = tuple(Block(one.name, lists[one.operators], one.boundary) for one in found.blocks)
-    return Model(found.name, blocks, found.tokens, found.unit, found.divisible, found.assumed)
+    blocks = tuple(Block(b.name, lists[b.operators], b.boundary) for b in parsed.blocks)
+    return Model(parsed.name, blocks, parsed.tokens, parsed.unit, parsed.divisible, parsed.assumed)
 
 
 def _check_numbers(name: str, node: object) -> None:
@@ -168,7 +168,7 @@ def _check_numbers(name: str, node: object) -> None:
         if isinstance(node, Mapping):
             todo += node.items()
         elif isinstance(node, list | tuple):
-            todo += [(name, one) for one in node]
+            todo += [(name, item) for item in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
             least = int(name in _FROM_ONE)
             if not least <= node <= _LARGEST:
