@@ -586,6 +586,11 @@ class Block:
         return sum(op.shared for op in self.of(Product))
 
     @property
+    def trained_tied(self) -> int:
+        """Those of `tied` that it has a gradient for."""
+        return sum(op.shared for op in self.of(Product) if not op.frozen)
+
+    @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample."""
         return sum(op.flops for op in self.operators)

@@ -287,7 +287,7 @@ def _with_interval(question: Question, job: Job, result: Result, done: Done | No
     errors = error_model().memory
     if errors is not None and cluster.backend == "nccl":
         items = result.memory_bytes_per_gpu
-        certain = sum(items.get(name, 0.0) for name in _CERTAIN)
+        certain = job.least_memory()
         reach, ends["memory_interval_source"] = errors.of(result.stack)
         ends["memory_bytes_low"] = max(items["total"] * math.exp(-reach), certain)
         ends["memory_bytes_high"] = items["total"] * math.exp(reach)
@@ -313,10 +313,6 @@ def _situation(job: Job, setting: Setting, result: Result) -> Situation:
     is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
     experts = job.model.active_parameters < job.model.parameters
     return Situation.of(result, known=is_known, apart=apart, misfit=misfit, experts=experts)
-
-
-_CERTAIN = ("parameters", "gradients", "optimizer")
-"""Items of memory that no run can do without."""
 
 
 def trace(question: Question, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -19,7 +19,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute, check_applies
-from co2sim.models.memory import Timeline, overhead, timeline
+from co2sim.models.memory import STATES, Timeline, overhead, timeline
 from co2sim.models.operators import Block, Model, Product
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Workload
@@ -119,6 +119,11 @@ class Job:
         Raises OptionError for steps that interleaved stages cannot take.
         """
         return fullest(self._of_one_sample, micro_batch, micro_steps, recompute)
+
+    def least_memory(self) -> Bytes:
+        """What no run can do without: states, in the stage and at the moment with most of them."""
+        stages = of_one_sample(self, lambda short, number: short.stage(number, 1))
+        return max(stage.timeline().most(*STATES) for stage in stages)
 
     def lacks(self) -> tuple[str, ...]:
         """What the stack lacks of it, a text each; nothing where that is not known."""
