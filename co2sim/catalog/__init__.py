@@ -291,6 +291,8 @@ def _apply(
 
 def _of_model(reference: str) -> Tree:
     tree = read("models", reference)
+    if "format" in tree:
+        return tree
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
         from co2sim.catalog import huggingface  # noqa: PLC0415 - of few models
 
@@ -323,7 +325,9 @@ def _at_usual_length(tree: Tree, reference: str) -> Tree:
 def load_model(
     reference: str | Contents, overrides: Mapping[str, str] | None = None
 ) -> Entry[Model]:
-    """A model by catalog key, by a TOML file or Hugging Face `config.json`, or what stands there.
+    """A model by catalog key, by a file, or by what stands there.
+
+    A file is TOML, a Hugging Face `config.json`, of `co2sim model --out`, or "my_model.py:build".
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
@@ -335,6 +339,10 @@ def _model(reference: str | Contents, overrides: Mapping[str, str]) -> Entry[Mod
     from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree, reference = _opened(reference, _of_model)
+    if "format" in tree:
+        from co2sim.catalog.own_models import read_model  # noqa: PLC0415 - of few models
+
+        return Entry(*read_model(tree, reference, overrides))
     for path, text in overrides.items():
         if path == "parameters":
             raise CatalogError(

@@ -76,8 +76,13 @@ def is_file(reference: str) -> bool:
 
 
 def _has_ending(reference: str) -> bool:
-    """Whether a reference ends as files of the catalog and of Hugging Face do."""
-    return Path(reference).suffix in {".toml", ".json"}
+    """Whether a reference ends as files of the catalog, of Hugging Face and of Python do."""
+    return Path(reference).suffix in {".toml", ".json"} or is_source(reference)
+
+
+def is_source(reference: str) -> bool:
+    """Whether a reference names a Python file, and maybe a function of it: my_model.py:build."""
+    return Path(reference).suffix.partition(":")[0] == ".py"
 
 
 def _on_hub(reference: str) -> bool:
@@ -105,6 +110,10 @@ def read(kind: Kind, reference: str) -> Tree:
             " known (a file of yours: give its path, ending in .toml or .json)"
         )
     path = Path(reference)
+    if kind == "models" and is_source(reference):
+        from co2sim.catalog.own_models import traced_tree  # noqa: PLC0415 - of few models
+
+        return traced_tree(reference)
     if kind == "models" and is_regular(path / "config.json"):
         path = path / "config.json"
     if is_file(reference) or path != Path(reference):

@@ -62,6 +62,7 @@ class _Model(_Strict):
     tokens: int
     unit: str = "token"
     divisible: bool = False
+    assumed: tuple[str, ...] = ()
     operators: list[list[Any]]
     blocks: Annotated[list[_Block], Field(min_length=1, max_length=_MOST_BLOCKS)]
 
@@ -101,6 +102,7 @@ def model_to_json(model: Model) -> dict[str, Any]:
         "tokens": model.tokens,
         "unit": model.unit,
         "divisible": model.divisible,
+        "assumed": list(model.assumed),
         "operators": lists,
         "blocks": [
             {
@@ -159,7 +161,7 @@ def _read(tree: Mapping[str, Any]) -> Model:
                 f" {len(lists)} lists of them, from 0"
             )
     blocks = tuple(Block(one.name, lists[one.operators], one.boundary) for one in found.blocks)
-    return Model(found.name, blocks, found.tokens, found.unit, found.divisible)
+    return Model(found.name, blocks, found.tokens, found.unit, found.divisible, found.assumed)
 
 
 def _check_numbers(name: str, node: object) -> None:

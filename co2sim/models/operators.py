@@ -339,8 +339,9 @@ class Attention(Operator):
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample: scores above the diagonal count, too."""
-        whole = self.length**2 if not self.window else self.window * (2 * self.length - self.window)
-        pairs = whole / self.ranks if self.softmax else float(self.rows * self.wide)
+        pairs = float(self.rows * (self.length if self.softmax else self.wide))
+        if self.softmax and self.window:
+            pairs = self.window * (2 * self.length - self.window) / self.ranks
         return 2.0 * self.heads * (self.wide + self.value) * pairs
 
     @property
@@ -613,7 +614,8 @@ class Block:
 class Model:
     """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
 
-    A `divisible` one says of each operator how ranks divide it.
+    A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
+    a module was traced.
     """
 
     name: str
@@ -621,6 +623,7 @@ class Model:
     tokens: int
     unit: str = "token"
     divisible: bool = False
+    assumed: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -726,7 +729,9 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 def _check_divides(model: Model, mesh: Mesh) -> None:
     if not model.divisible:
         named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
-        raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
+        raise OptionError(
+            f"{named} does not apply to {model.name}: only transformers of the catalog divide"
+        )
     tokens = model.tokens
     for option, used in (
         ("sequence_parallel=true", mesh.sequence_parallel),
