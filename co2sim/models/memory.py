@@ -33,12 +33,13 @@ from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 GIB: Bytes = 2.0**30
 
 CONTEXT: Mapping[bool, Bytes] = {False: 0.51 * GIB, True: 1.2 * GIB}
-"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication; True:
-where CUDA loads all kernels at once, as it did before CUDA 11.7.
+"""Of the driver, for a process, without communication; True: where CUDA loads all kernels at once,
+as it did before CUDA 11.7.
 
 Source: stas00/ml-engineering, training/performance/README.md, an A100: 1.78 GiB with torch 1.10.2,
-0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken; and with lazy loading hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
-4.23 reserved. TianheWu/CoSeR issue 10, an A100: 14.25, 12.87 and 0.89, so 0.49.
+0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken. Lazy: hahnyuan/PB-LLM issue 3, an
+A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and 4.23 reserved. TianheWu/CoSeR issue
+10, an A100: 14.25, 12.87 and 0.89, so 0.49.
 """
 
 COMMUNICATOR: Mapping[bool, Bytes] = {False: 544e6, True: 688e6}
@@ -227,8 +228,8 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     several before it ends one.
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
-    others, and of the one that goes back just then. `outputs` are what a loop holds of these besides,
-    and logits in fp32. `logits` are those with their gradient and what
+    others, and of the one that goes back just then. `outputs` are what a loop holds besides, such
+    as logits in fp32. `logits` are those with their gradient and what
     the loss holds, `workspace` the gradients of activations, `unreduced` those of weights.
     """
     blocks, count = job.executed, len(job.executed)
