@@ -28,7 +28,7 @@ Event = tuple[Literal["take", "give", "kind"], int, int | str]
 STREAMS = {"All Gather": "gather", "Sharded Grad": "reduce"}
 """Kinds of FSDP2's tensors that are made on a stream of their own.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather makes its output
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather makes its own
 on all_gather_copy_in_stream, foreach_reduce its own on reduce_scatter_stream.
 """
 
