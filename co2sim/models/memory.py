@@ -229,7 +229,8 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
     others, and of the one that goes back just then. `outputs` are what a loop holds besides, such
-    as logits in fp32. `logits` are those with their gradient and what the loss holds, `workspace` the gradients of activations, `unreduced` those of weights.
+    as logits in fp32. `logits` are those with their gradient and what the loss holds, `workspace`
+    the gradients of activations, `unreduced` those of weights.
     """
     blocks, count = job.executed, len(job.executed)
     others = dict(held) | ({"outputs": _outputs(job)} if job.keeps_outputs else {})
