@@ -428,9 +428,12 @@ COLUMNS = {
 
 
 def measure(
-    setting: Setting, *, detailed: bool = False
+    setting: Setting, *, detailed: bool = False, allocator: bool = False
 ) -> tuple[dict[str, Any], tuple[Alive, ...]]:
-    """Bytes at the peak, by kind; when it is; the peak of each phase; and what is alive then."""
+    """Bytes at the peak, by kind; when it is; the peak of each phase; and what is alive then.
+
+    With `allocator` also what PyTorch's caching allocator reserves.
+    """
     dist.init_process_group("fake", rank=0, world_size=setting.ranks, store=FakeStore())
     meshes = _meshes(setting)  # their ranks are read
     with _without_data(), FakeTensorMode():
@@ -457,7 +460,8 @@ def measure(
     if phase == "backward" and module == "Global":
         phase = "backward of the loss"
     found: dict[str, Any] = {"parameters": count, "peak_bytes": kinds.pop("Total")}
-    found["reserved_bytes"] = reserved(track.events)
+    if allocator:
+        found["reserved_bytes"] = reserved(track.events)
     found |= {"moment": phase, "module": module, "operator": op}
     for column, names in COLUMNS.items():
         found[column] = sum(kinds.pop(name, 0) for name in names)

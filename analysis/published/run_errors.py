@@ -205,6 +205,14 @@ def _peak(result: Result, kind: str) -> float:
     return reserved(memory) if kind == "reserved" else memory["total"]
 
 
+_LEAST_OF_MEMORY = 0.2
+"""How far an interval of memory reaches at least.
+
+Peaks here were known when what stacks hold was read in their code, so their errors say too little.
+Of 80 further runs of four sources, with peaks that PyTorch counts, none is further off: SimuMax's on
+B200 (mean error 4 %), zero-bubble's on A100 (7 %), torchao's on MI300X and H100 (4 and 9 %).
+"""
+
 _OF_OTHERS = 1.0
 """What runs of all stacks weigh, together, beside those of a stack: as much as one run of it."""
 
@@ -239,7 +247,8 @@ def memory_reaches(
 ) -> tuple[float, dict[str, StackMemory]]:
     """How far 90 % intervals reach: of a stack without published runs, and of those with some.
 
-    A new stack is most like a new source: where it has no runs, every source weighs as much.
+    A new stack is most like a new source: where it has no runs, every source weighs as much, with
+    its `bounds`, that are of all stacks.
     Of a stack, all runs of a source together weigh as the root of their number, `bounds` of it
     included, and those of all stacks as one run more: few runs say little.
     """
@@ -253,17 +262,19 @@ def memory_reaches(
         of_own = [_memory_error(row) for row in (*own, *more)]
         weight = np.concatenate([each * _OF_OTHERS / each.sum(), weights(of_stack)])
         stacks[name] = StackMemory(
-            reach=_rounded_up(quantile(np.concatenate([errors, of_own]), weight)),
+            reach=_reach(np.concatenate([errors, of_own]), weight),
             runs=len(own),
             bounds=len(more),
             sources=len(set(of_stack)),
         )
-    return _rounded_up(quantile(errors, each)), stacks
+    every = np.array([_memory_error(row) for row in (*rows, *bounds)])
+    of_all = [row.cell.source for row in (*rows, *bounds)]
+    return _reach(every, np.array([1 / of_all.count(source) for source in of_all])), stacks
 
 
-def _rounded_up(reach: float) -> float:
-    """With four digits behind the point: what just reached an error still does."""
-    return math.ceil(reach * 1e4) / 1e4
+def _reach(errors: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+    """With four digits behind the point, rounded up: what just reached an error still does."""
+    return max(_LEAST_OF_MEMORY, math.ceil(quantile(errors, weight) * 1e4) / 1e4)
 
 
 def _memory_error(row: CellPrediction) -> float:

@@ -10,7 +10,7 @@ allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more th
 it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -33,12 +33,13 @@ from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 GIB: Bytes = 2.0**30
 
 CONTEXT: Mapping[bool, Bytes] = {False: 0.51 * GIB, True: 1.2 * GIB}
-"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication; True:
-where CUDA loads all kernels at once, as it did before CUDA 11.7.
+"""Of the driver, for a process, without communication; True: where CUDA loads all kernels at once,
+as it did before CUDA 11.7.
 
 Source: stas00/ml-engineering, training/performance/README.md, an A100: 1.78 GiB with torch 1.10.2,
-0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken; and with lazy loading hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
-4.23 reserved. TianheWu/CoSeR issue 10, an A100: 14.25, 12.87 and 0.89, so 0.49.
+0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken. Lazy: hahnyuan/PB-LLM issue 3, an
+A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and 4.23 reserved. TianheWu/CoSeR issue
+10, an A100: 14.25, 12.87 and 0.89, so 0.49.
 """
 
 COMMUNICATOR: Mapping[bool, Bytes] = {False: 544e6, True: 688e6}
@@ -236,13 +237,15 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     several before it ends one.
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
-    others, and of the one that goes back just then. `outputs` are what a loop holds of these besides,
-    and logits in fp32. `logits` are those with their gradient and what
-    the loss holds, `workspace` the gradients of activations, `unreduced` those of weights.
+    others, and of the one that goes back just then. `outputs` are what a loop holds besides, such
+    as logits in fp32. `logits` are those with their gradient and what the loss holds, `workspace`
+    the gradients of activations, `unreduced` those of weights.
     """
     blocks, count = job.executed, len(job.executed)
     others = dict(held) | ({"outputs": _outputs(job)} if job.keeps_outputs else {})
-    each, streams = others.pop("whole_gradients", 0.0), others.pop("streams", 0.0)
+    each, streams, block = (
+        others.pop(name, 0.0) for name in ("whole_gradients", "streams", "last_block")
+    )
     whole = each if isinstance(each, float) else 0.0
     steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
     repeats = [job.repeats(block) for block, _, _ in blocks]
@@ -280,8 +283,14 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     for name, size in others.items():
         passing = size if isinstance(size, Passing) else Passing(size, size, size, size, size)
         items[name] = items.get(name, 0.0) + passing.moments(count)
-    names = [block.name for block, _, _ in blocks]
-    moments = (
+    cached = _cached(job, items, streams, block, float(logits.sum()))
+    there = {name: sizes for name, sizes in items.items() if sizes.any()}
+    return Timeline(_moments([block.name for block, _, _ in blocks]), there, cached)
+
+
+def _moments(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of blocks of these names."""
+    return (
         *(f"forward of {name}" for name in names),
         "loss",
         "backward of the loss",
@@ -289,14 +298,35 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
         "reduction of the last gradients",
         "optimizer",
     )
-    cached = np.zeros(len(moments))
+
+
+def _cached(
+    job: Workload,
+    items: Mapping[str, NDArray[np.float64]],
+    streams: Bytes | Passing,
+    block: Bytes | Passing,
+    logits: Bytes,
+) -> NDArray[np.float64]:
+    """What the allocator keeps at every moment for other streams, and of other sizes.
+
+    A strategy makes `streams` bytes on streams of their own, and at the end a `block` for the last
+    reduction. A block of logits in 16 bits does not hold those in fp32; copies of all gradients are
+    larger than any other, and the last one may be.
+    """
+    cached = np.zeros_like(items["logits"])
+    assert isinstance(streams, float)
+    assert isinstance(block, float)
     if streams:
         cached += streams - items["gradients"]
-    if "reduction" in items:  # copies of all gradients are larger than any other block
+    if "reduction" in items:
         cached += items["reduction"].max() - items["reduction"]
-    if job.loss == "eager":  # no block of logits in 16 bits holds those in fp32
-        cached[moments.index("backward of the loss")] += logits.sum()
-    return Timeline(moments, {name: sizes for name, sizes in items.items() if sizes.any()}, cached)
+    eager = job.loss == "eager"
+    if block > logits * (1 + eager):
+        cached += block
+        cached[-2] -= block
+    if eager:
+        cached[len(job.executed) + 1] += logits
+    return cached
 
 
 def _outputs(job: Workload) -> Passing:

@@ -37,7 +37,8 @@ Unfused = Literal["activations", "norms", "keys", "copies", "casts"]
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
 copies: the output of attention in the order of the next product, and, of as many heads as queries
-have, keys and values as one product gave them, beside those with positions. casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+have, keys and values as one product gave them, beside those with positions. casts: under autocast a
+residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
 Along = Literal["", "columns", "inner", "heads"]

@@ -435,6 +435,7 @@ class FSDP:
         behind = [*(block.trained for block in blocks[1:-1]), 0, 0][1:]
         last = blocks[-1].trained + blocks[-1].trained_tied
         of_root = blocks[0].trained + (blocks[-1].trained if len(blocks) > 1 else 0)
+        items["last_block"] = of_root * reduced
         items["bucket"] = Passing(
             backward=[0.0, *(size * reduced for size in behind)][: len(blocks)],
             end=of_root * (width + reduced),
