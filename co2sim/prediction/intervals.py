@@ -25,7 +25,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from co2sim.common.units import counted
+from co2sim.common.units import Bytes, counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
 from co2sim.models.operators import Model
 from co2sim.models.stack import Setting, plain_name
@@ -630,6 +630,21 @@ def overlaps(first: Interval, second: Interval) -> bool:
     if first.low is None or first.high is None or second.low is None or second.high is None:
         return False
     return first.low <= second.high and second.low <= first.high
+
+
+_CERTAIN = ("parameters", "gradients", "optimizer")
+"""Items of memory that no run can do without."""
+
+
+def memory_ends(items: Mapping[str, Bytes], stack: str) -> tuple[Bytes | None, Bytes | None, str]:
+    """The 90 % interval of memory by item, and its source; None and "" where nothing is known."""
+    errors = error_model().memory
+    if errors is None:
+        return None, None, ""
+    certain = sum(items.get(name, 0.0) for name in _CERTAIN)
+    reach, source = errors.of(stack)
+    total = items["total"]
+    return max(total * math.exp(-reach), certain), total * math.exp(reach), source
 
 
 # --- order ----------------------------------------------------------------------------------------
