@@ -68,7 +68,7 @@ def moments(memory: StepMemory) -> list[tuple[str, str]]:
     return [(name, scaled(line.total[place], "B")) for name, place in line.milestones.items()]
 
 
-SAVINGS = ("option", "saves", "then", "")
+SAVINGS = ("option", "saves", "then", "memory")
 
 
 def savings(memory: StepMemory) -> list[tuple[str, str, str, str]]:
