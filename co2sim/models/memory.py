@@ -71,6 +71,10 @@ torch.distributed.tensor.parallel.loss_parallel.
 """
 
 
+_EVEN = 1e-9
+"""Of the peak: rounding, where items grow evenly."""
+
+
 @dataclass(frozen=True, slots=True)
 class Passing:
     """Bytes that come and go: while each block goes forward and backward, and at single moments.
@@ -213,6 +217,26 @@ class Timeline:
     def peak(self) -> int:
         """The moment that holds most."""
         return int(np.argmax(self.total))
+
+    @cached_property
+    def milestones(self) -> dict[str, int]:
+        """The moments that matter, by what they are: the loss only where there are logits."""
+        loss, last = self.moments.index("loss"), len(self.moments) - 1
+        fullest = loss + 2 + int(np.argmax(self.total[loss + 2 : last - 1]))
+        at_loss = {"forward of the loss": loss, "backward of the loss": loss + 1}
+        return {
+            "end of the forward pass": loss - 1,
+            **(at_loss if "logits" in self.items else {}),
+            f"{self.moments[fullest]}, the fullest": fullest,
+            self.moments[last - 1]: last - 1,
+            "optimizer step": last,
+        }
+
+    @property
+    def bends(self) -> list[int]:
+        """The moments between which every item grows evenly, as it does along equal layers."""
+        turns = np.abs(np.diff(np.stack([*self.items.values()]), 2)) > _EVEN * self.total.max()
+        return [0, *(int(turn) + 1 for turn in np.flatnonzero(turns.any(0))), len(self.moments) - 1]
 
     @property
     def unused(self) -> Bytes:

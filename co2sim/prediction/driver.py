@@ -1,6 +1,5 @@
 """A question, answered by simulation."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from inspect import Parameter, Signature, signature
@@ -19,8 +18,8 @@ from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
     Predicted,
     Situation,
-    error_model,
     from_measured,
+    memory_ends,
     setting_of,
 )
 from co2sim.prediction.job import Job
@@ -284,13 +283,12 @@ def _with_interval(question: Question, job: Job, result: Result, done: Done | No
     ends: dict[str, Any] = {}
     if interval.by_runs:  # the nearest says how far these are
         ends["nearest_published"] = by_distance(traits_of(cluster, job.model, result))[0][0]
-    errors = error_model().memory
-    if errors is not None and cluster.backend == "nccl":
-        items = result.memory_bytes_per_gpu
-        certain = job.least_memory()
-        reach, ends["memory_interval_source"] = errors.of(result.stack)
-        ends["memory_bytes_low"] = max(items["total"] * math.exp(-reach), certain)
-        ends["memory_bytes_high"] = items["total"] * math.exp(reach)
+    if cluster.backend == "nccl":
+        low, high, source = memory_ends(
+            result.memory_bytes_per_gpu["total"], result.stack, job.least_memory()
+        )
+        ends |= {"memory_bytes_low": low, "memory_bytes_high": high}
+        ends["memory_interval_source"] = source
     return replace(
         result,
         tokens_per_s_low=interval.low,

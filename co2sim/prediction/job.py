@@ -118,6 +118,10 @@ class Job:
 
         Raises OptionError for steps that interleaved stages cannot take.
         """
+        return self.fullest(micro_batch, micro_steps, recompute).memory()["total"]
+
+    def fullest(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> "Stage":
+        """The stage whose GPUs hold most with another batch; its schedule is of a short round."""
         return fullest(self._of_one_sample, micro_batch, micro_steps, recompute)
 
     def least_memory(self) -> Bytes:
@@ -182,12 +186,13 @@ def of_one_sample(job: Job, stage_of_job: "Callable[[Job, int], Stage]") -> "tup
 
 def fullest(
     stages: "Sequence[Stage]", micro_batch: int, micro_steps: int, recompute: Recompute
-) -> Bytes:
-    """What a GPU of the fullest of `of_one_sample` takes with another batch."""
+) -> "Stage":
+    """The fullest of `of_one_sample` with another batch."""
     size = micro_batch, micro_steps, recompute
-    return max(
-        replace(stage, workload=_sized(stage.workload, *size)).memory()["total"] for stage in stages
-    )
+    sized = [replace(stage, workload=_sized(stage.workload, *size)) for stage in stages]
+    if len(sized) == 1:
+        return sized[0]
+    return max(sized, key=lambda stage: stage.memory()["total"])
 
 
 def _sized(work: Workload, micro_batch: int, steps: int, recompute: Recompute) -> Workload:
