@@ -341,7 +341,7 @@ def _cached(
     assert isinstance(streams, float)
     assert isinstance(block, float)
     if streams:
-        cached += streams - items["gradients"]
+        cached += streams - items.get("gradients", 0.0)
     if "reduction" in items:
         cached += items["reduction"].max() - items["reduction"]
     eager = job.loss == "eager"
