@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly torch-versions docs bench fidelity verify convergence long-study bound-ranking time-to-loss overhead \
+.PHONY: run check fast test nightly torch-versions docs bench memory-oracle fidelity verify convergence long-study bound-ranking time-to-loss overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -75,6 +75,9 @@ bench: $(STAMP)-dev
 # TABLE=measurements.csv of matrix products, or QUICK=--quick.
 products: $(STAMP)-dev
 	$(BIN)/python benchmarks/products.py $(if $(TABLE),--table $(TABLE)) $(QUICK)
+
+memory-oracle: $(STAMP)-dev
+	$(BIN)/python benchmarks/memory_oracle.py $(QUICK)
 
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)

@@ -28,7 +28,8 @@ from typing import Any
 
 from reports import installed, machine, made_by, parser, publish, table
 
-from co2sim import GPU, Block, Cluster, Link, Model, sweep_to
+from co2sim import GPU, Cluster, Link, Model, sweep_to
+from co2sim.models.operators import plain_block
 
 _WORKERS = 4
 _LOST = (0.25, 0.5)
@@ -115,7 +116,7 @@ def swept(folder: Path, sizes: tuple[int, int], address: str = "") -> dict[str, 
         all_reduce="ring",
         backend="gloo",
     )
-    model = Model("one layer", (Block("layer", (1000,), 1e6, 100.0),), tokens=1)
+    model = Model("one layer", (plain_block("layer", (1000,), 1e6, 100.0),), tokens=1)
     vary = {
         "micro_batch": range(1, sizes[0] + 1),
         "strategy.bucket_mib": [n / 8 for n in range(1, sizes[1] + 1)],

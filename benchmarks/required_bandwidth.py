@@ -14,7 +14,8 @@ from typing import Any
 import pandas as pd
 from reports import made_by, parser, publish, table
 
-from co2sim import GPU, Block, Cluster, Link, Model, Question
+from co2sim import GPU, Cluster, Link, Model, Question
+from co2sim.models.operators import plain_block
 from co2sim.studies.solve import solve
 from co2sim.studies.targets import Target, axis_of
 
@@ -95,7 +96,7 @@ def case_of(row: Mapping[str, Any], conditions: Mapping[str, Any], strategy: str
     """The published setting as a case; `{mebibytes}` of a strategy are those of a layer."""
     layers, parameters = row["layers"], round(row["parameters"] / row["layers"])
     forward = 2.0 * parameters * _TOKENS  # the backward pass has twice as much
-    blocks = tuple(Block(f"layer{n}", (parameters,), forward, 0.0) for n in range(layers))
+    blocks = tuple(plain_block(f"layer{n}", (parameters,), forward, 0.0) for n in range(layers))
     speed = 3.0 * layers * forward / row["step"]
     gpu = GPU("as published", 1e18, _FREE, {"bf16": speed}, ((1.0, 1.0),))
     cluster = Cluster(

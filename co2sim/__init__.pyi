@@ -8,6 +8,7 @@ from .common.errors import (
     ScheduleError as ScheduleError,
     UnitError as UnitError,
 )
+from .catalog.own_models import from_torch as from_torch
 from .hardware.cluster import (
     GPU as GPU,
     Cluster as Cluster,

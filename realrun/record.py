@@ -7,21 +7,22 @@ all ranks, `trace.json` the same for Perfetto. Reading needs no torch.
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Field,
     FiniteFloat,
+    PlainValidator,
     StrictInt,
     TypeAdapter,
     ValidationError,
 )
 
 from co2sim.catalog import Fact
+from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, given
 from co2sim.common.files import text_of, write_atomically
@@ -81,7 +82,7 @@ def write(folder: Path, record: Record) -> list[Path]:
     schedule = case.stage().schedule
     run = {
         "cluster": TypeAdapter(Cluster).dump_python(case.cluster, mode="json"),  # type: ignore[arg-type]
-        "model": TypeAdapter(Model).dump_python(case.model, mode="json"),  # type: ignore[arg-type]
+        "model": model_to_json(case.model),  # type: ignore[arg-type]
         "strategy": strategy,
         **{field.name: getattr(case, field.name) for field in _PLAIN},
         "overrides": dict(case.overrides),
@@ -141,24 +142,8 @@ def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     return run[field.name]
 
 
-def _numbers_of_a_model(model: Model) -> Model:
-    """Refuse what no model has: a file may say anything."""
-    if not model.blocks or not all(block.tensors for block in model.blocks):
-        raise ValueError("must have blocks, and these tensors")
-    todo: list[Any] = [asdict(model)]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict | list | tuple):
-            todo += node.values() if isinstance(node, dict) else node
-        elif isinstance(node, int | float) and not 0 <= node <= _LARGEST:
-            raise ValueError(f"holds {given(node)}; its numbers must be 0 to {_LARGEST:g}")
-    if model.tokens < 1 or any(size < 1 for block in model.blocks for size in block.tensors):
-        raise ValueError("must have tokens and elements of tensors of 1 or more")
-    return model
-
-
 _LARGEST = 1e24
-"""Of a number of a model or of a run: beyond a year of all computers."""
+"""Of a number of a run: beyond a year of all computers."""
 _SHORTEST: Seconds = 1e-9
 """Of a round."""
 _Figure: TypeAlias = Annotated[FiniteFloat, Field(ge=0, le=_LARGEST, strict=True)]
@@ -179,7 +164,7 @@ class _OfRun(BaseModel):
     """What `run.json` says of a run, beside the plain fields of its case."""
 
     cluster: Cluster
-    model: Annotated[Model, AfterValidator(_numbers_of_a_model)]
+    model: Annotated[Model, PlainValidator(model_from_json)]
     strategy: str
     kernels: str
     rounds: Annotated[StrictInt, Field(ge=1)]

@@ -16,7 +16,7 @@ from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, duration, scaled
 from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import OVERHEAD
+from co2sim.models.memory import OVERHEAD, kept_bytes
 from co2sim.models.workload import Workload
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import Compute, Kernels
@@ -269,8 +269,8 @@ def _of_part(work: Compute, part: str, cluster: Cluster) -> Seconds:
 def _kept(rows: Section) -> Table:
     lines = []
     for row in rows:
-        layer = _job(row).executed[1][1]
-        predicted = row["layers"] * row["samples"] * kept_bytes(layer, 2.0)
+        job = _job(row)
+        predicted = row["layers"] * kept_bytes(job, job.executed[1][1])
         kept = row["kept_bytes"]
         error = _error(predicted, kept) if kept else ""
         name, count = row["model"], str(row["layers"])

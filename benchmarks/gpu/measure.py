@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -35,7 +36,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformer import Decoder, Layer, Product, as_fp8
 
 from co2sim.catalog import load_model
+from co2sim.catalog.facts import plain, read
+from co2sim.catalog.specs import ModelSpec
 from co2sim.common.files import write_atomically
+from co2sim.models import operators
 from realrun import algorithms
 from realrun.algorithms import LateAverage, LocalUpdate, quantization
 from realrun.algorithms.averaging import Average
@@ -107,8 +111,11 @@ def peak() -> int:
 
 
 def shape_of(name: str, *, quick: bool) -> dict[str, Any]:
-    """The shape of a model of the catalog; with `quick` a tiny one of its kind."""
-    shape = dict(load_model(name).value.shape or {})
+    """The shape of a transformer of the catalog; with `quick` a tiny one of its kind."""
+    tree = {"name": name, **plain(read("models", name))}
+    spec: Any = ModelSpec.model_validate({"model": tree}).model
+    shape = {key: getattr(spec, key) for key in ("vocab", "positions", "tied")}
+    shape |= {"body": asdict(spec.body()), "tokens": spec.seq_len}
     if quick:
         shape["body"] = {**shape["body"], **TINY}
         shape |= {"vocab": 128, "tokens": 16, "positions": 16 if shape["positions"] else 0}
@@ -183,7 +190,7 @@ def products(*, quick: bool) -> Rows:
     rows: Rows = []
     for name, samples in islice(SHAPES.items(), 1 if quick else None):
         model = load_model(name).value
-        for place, one in enumerate(model.blocks[1].of(Product)):
+        for place, one in enumerate(model.blocks[1].of(operators.Product)):
             n, inner, columns = (16,) * 3 if quick else (one.rows * samples, one.inner, one.columns)
             x = torch.randn(n, inner, device=DEVICE, dtype=torch.bfloat16)
             w = torch.randn(columns, inner, device=DEVICE, dtype=torch.bfloat16)

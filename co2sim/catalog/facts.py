@@ -4,6 +4,7 @@ And published prices, and carbon of grids, which clusters name.
 """
 
 import datetime as dt
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -76,8 +77,13 @@ def is_file(reference: str) -> bool:
 
 
 def _has_ending(reference: str) -> bool:
-    """Whether a reference ends as files of the catalog and of Hugging Face do."""
-    return Path(reference).suffix in {".toml", ".json"}
+    """Whether a reference ends as files of the catalog, of Hugging Face and of Python do."""
+    return Path(reference).suffix in {".toml", ".json"} or is_source(reference)
+
+
+def is_source(reference: str) -> bool:
+    """Whether a reference names a Python file, and maybe a function of it: my_model.py:build."""
+    return Path(reference).suffix.partition(":")[0] == ".py"
 
 
 def _on_hub(reference: str) -> bool:
@@ -132,6 +138,12 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def usual_sequence(parameters: float) -> Tree:
+    """What is known of the sequences that models of about that size are trained on."""
+    rows: list[Tree] = read_table("batches")["sequence"]
+    return min(rows, key=lambda row: abs(math.log(row["parameters"] / max(1, parameters))))
 
 
 def read_defaults() -> Tree:

@@ -6,6 +6,7 @@ from co2sim.common.cli import Version, commands_of
 
 COMMANDS = {
     "list": ("catalog", "List the catalog, or every number of one entry with its source."),
+    "model": ("model", "Show the blocks of a model, and write them to a file."),
     "show": ("run", "Print the schedule: what every rank does in one round."),
     "run": ("run", "Simulate configurations: times, breakdown, traffic, memory."),
     "trace": ("run", "Simulate, and write the timeline of every traced rank."),

@@ -41,7 +41,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Catalog name (`co2sim list models`), TOML file, or Hugging Face config.json.",
+        help="Catalog name (`co2sim list models`), TOML file, Hugging Face config.json, or a torch"
+        " module: my_model.py:build.",
     ),
 ]
 _STRATEGY = (

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from co2sim.common.convert import shown
 from co2sim.common.errors import OptionError, nearest
+from co2sim.common.units import Bytes
 from co2sim.common.validation import Quantity
 from co2sim.models.operators import (
     Again,
@@ -68,7 +69,14 @@ class Framework:
     other passes, `experts_all_to_all` whether they cross the network for every expert or for every
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
     go back. `context` is how ranks that divide sequences exchange keys and values. With
-    `main_gradients` it sums gradients of bf16 up in fp32. It `keeps` activations that others fuse
+    `main_gradients` it sums gradients of bf16 up in fp32. The loss holds `loss_bytes` for each
+    logit on the way forward and back (None: as `loss` says). A loop that `keeps_outputs`
+    holds what the model gave until the next step: logits in fp32, keys and values. Whole
+    gradients are reduced by way of copies of `reduce_bytes` for a parameter, and the optimizer takes
+    `update_bytes` for one that it updates while it does so. With `eager_loading` the context of the
+    driver has all kernels. With `stages_by_cost` the
+    memory of a pipeline is that of stages of equal work, where the head counts as products do; times
+    are those of stages with as many layers. It `keeps` activations that others fuse
     away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients
     are in fp32, and products cast them. A `compiled` one fuses chains of elementwise kernels of
     models that were traced.
@@ -85,6 +93,12 @@ class Framework:
     keep_gathered: bool = False
     context: ContextKind = "all_gather"
     main_gradients: bool = False
+    loss_bytes: tuple[float, float] | None = None
+    stages_by_cost: bool = False
+    keeps_outputs: bool = False
+    reduce_bytes: Bytes = 0.0
+    update_bytes: Bytes = 0.0
+    eager_loading: bool = False
     keeps: tuple[Unfused, ...] = ()
     kept: Factor = 1.0
     compiled: bool = False

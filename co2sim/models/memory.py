@@ -32,10 +32,12 @@ from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 
 GIB: Bytes = 2.0**30
 
-CONTEXT: Bytes = 0.51 * GIB
-"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication.
+CONTEXT: Mapping[bool, Bytes] = {False: 0.51 * GIB, True: 1.2 * GIB}
+"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication; True:
+where CUDA loads all kernels at once, as it did before CUDA 11.7.
 
-Source: hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
+Source: stas00/ml-engineering, training/performance/README.md, an A100: 1.78 GiB with torch 1.10.2,
+0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken; and with lazy loading hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
 4.23 reserved. TianheWu/CoSeR issue 10, an A100: 14.25, 12.87 and 0.89, so 0.49.
 """
 
@@ -53,7 +55,7 @@ Source: hahnyuan/PB-LLM issue 3: 4.23 GiB of 78.76. It is 15 % on average where 
 offloading and adapters, and up to 33 % (Guo et al. 2024, GMLake, arXiv 2401.08156).
 """
 
-OVERHEAD = ("fragmentation", "nccl", "context")
+OVERHEAD = ("cached", "fragmentation", "nccl", "context")
 """Items that PyTorch's allocator does not count as allocated."""
 
 _LOSS_BYTES = {False: (10.0, 12.0), True: (10.0, 16.0)}
@@ -125,8 +127,12 @@ def model_states(
         states["optimizer"] = (
             job.moments(optimizer_shards) if wide else job.optimizer_states(optimizer_shards)
         )
+    if job.reduce_bytes and gradient_shards == 1:
+        states["reduction"] = Passing(end=job.trained * job.reduce_bytes)
+    if job.update_bytes:
+        states["update"] = Passing(step=job.owned_trained(optimizer_shards) * job.update_bytes)
     if wide:
-        states["casts"] = _casts(job)
+        states["casts"] = casts(job)
         states["bucket"] = job.trained * gradient if copies else 0.0
     return states
 
@@ -143,16 +149,20 @@ def as_they_come(job: Workload, width: Bytes, shards: int = 1) -> Passing:
     return Passing(backward=behind * (whole / (sizes.sum() or 1.0)), end=whole, step=whole)
 
 
-def _casts(job: Workload) -> Passing:
-    """Weights as autocast makes them for products, from a forward pass to the backward one."""
+def casts(job: Workload, *, cached: bool = True) -> Passing:
+    """Weights as autocast makes them for products, from a forward pass to the backward one.
+
+    It has `cached` those of parameters until the forward pass ends, but not those of FSDP's views:
+    of blocks that run again there is what is at work. Source: pytorch v2.1, aten/src/ATen/
+    autocast_mode.cpp, cached_cast.
+    """
     products = [block.of(Product) for block in job.model.blocks]
     sizes = np.array([sum(op.elements + op.shared for op in ops) for ops in products], float)
-    there = sizes.cumsum() * job.precision.bytes
+    sizes *= job.precision.bytes
     again = np.array([job.repeats(block) for block in job.model.blocks])
-    back = np.where(again, 0.0, sizes).cumsum() * job.precision.bytes
-    return Passing(
-        there, [there[-1], back[-1]], back + np.where(again, sizes, 0.0) * job.precision.bytes
-    )
+    once, work = np.where(again, 0.0, sizes).cumsum(), np.where(again, sizes, 0.0)
+    there = sizes.cumsum() if cached else once + work
+    return Passing(there, [there[-1] if cached else once[-1], once[-1]], once + work)
 
 
 def host_memory(job: Workload, schedule: Schedule) -> Bytes:
@@ -180,11 +190,14 @@ class Timeline:
     """What a GPU holds at every moment of a micro-step: by item, in bytes.
 
     Moments are the blocks on the way forward, the loss, the blocks on the way back, what comes
-    behind them, and the update of the optimizer.
+    behind them, and the update of the optimizer. `cached` is what PyTorch's allocator keeps at each
+    besides, for other streams and other sizes: a stream reuses its own blocks only, and one of them
+    holds no more than it was made for.
     """
 
     moments: tuple[str, ...]
     items: Mapping[str, NDArray[np.float64]]
+    cached: NDArray[np.float64]
 
     @cached_property
     def total(self) -> NDArray[np.float64]:
@@ -205,7 +218,7 @@ class Timeline:
         return {
             "end of the forward pass": loss - 1,
             **(at_loss if "logits" in self.items else {}),
-            f"{self.moments[fullest]}, the fullest": fullest,
+            f"{self.moments[fullest]}, the fullest block": fullest,
             self.moments[last - 1]: last - 1,
             "optimizer step": last,
         }
@@ -215,6 +228,11 @@ class Timeline:
         """The moments between which every item grows evenly, as it does along equal layers."""
         turns = np.abs(np.diff(np.stack([*self.items.values()]), 2)) > _EVEN * self.total.max()
         return [0, *(int(turn) + 1 for turn in np.flatnonzero(turns.any(0))), len(self.moments) - 1]
+
+    @property
+    def unused(self) -> Bytes:
+        """What the allocator has `cached` when it holds most, beside the peak of what it serves."""
+        return float(np.max(self.total + self.cached) - self.total[self.peak])
 
     def most(self, item: str) -> Bytes:
         """The most of an item."""
@@ -233,12 +251,13 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     several before it ends one.
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
-    others, and of the one that goes back just then. `logits` are those with their gradient and what
-    the loss holds, `workspace` the gradients of activations, `unreduced` those of weights.
+    others, and of the one that goes back just then. `outputs` are what a loop holds of these
+    besides, and logits in fp32. `logits` are those with their gradient and what the loss holds,
+    `workspace` the gradients of activations, `unreduced` those of weights.
     """
     blocks, count = job.executed, len(job.executed)
-    others = dict(held)
-    each = others.pop("whole_gradients", 0.0)
+    others = dict(held) | ({"outputs": _outputs(job)} if job.keeps_outputs else {})
+    each, streams = others.pop("whole_gradients", 0.0), others.pop("streams", 0.0)
     whole = each if isinstance(each, float) else 0.0
     steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
     repeats = [job.repeats(block) for block, _, _ in blocks]
@@ -285,7 +304,34 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
         "reduction of the last gradients",
         "optimizer",
     )
-    return Timeline(moments, {name: sizes for name, sizes in items.items() if sizes.any()})
+    cached = np.zeros(len(moments))
+    if streams:
+        cached += streams - items.get("gradients", 0.0)
+    if "reduction" in items:  # copies of all gradients are larger than any other block
+        cached += items["reduction"].max() - items["reduction"]
+    if job.loss == "eager":  # no block of logits in 16 bits holds those in fp32
+        cached[moments.index("backward of the loss")] += logits.sum()
+    return Timeline(moments, {name: sizes for name, sizes in items.items() if sizes.any()}, cached)
+
+
+def _outputs(job: Workload) -> Passing:
+    """What the model gave, where the loop holds it: logits, and keys and values of every layer.
+
+    Those of layers that do not run again are activations that are kept anyway.
+
+    Source: transformers v4.35, modeling_llama.py: CausalLMOutputWithPast, with logits.float(), and
+    past_key_values unless use_cache is False, which its own gradient checkpointing sets.
+    """
+    blocks = job.executed
+    logits = sum(block.logits for block, _, _ in blocks) * job.micro_batch * DType.FP32.bytes
+    keys = [
+        job.repeats(block) * sum(op.rows * op.keys * (op.wide + op.value) for op in of)
+        for block, _, _ in blocks
+        for of in [block.of(Attention)]
+    ]
+    there = np.cumsum(keys) * job.micro_batch * job.precision.bytes
+    every = float(there[-1]) + logits
+    return Passing(there, every, every, every, every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +376,12 @@ class Backward:
         if not steps:
             steps = [(there, passing, done)]
         logits = block.logits * job.micro_batch
-        fused = (job.precision.bytes,) * 2
-        loss = fused if job.loss == "fused" else _LOSS_BYTES[job.tp > 1]
+        loss = _LOSS_BYTES[job.tp > 1]
+        if job.loss == "fused":  # compiled code does not overwrite the logits by their gradient
+            loss = (job.precision.bytes, job.precision.bytes * (1 + job.compiled))
+        loss = job.loss_bytes or loss
         return Backward(
-            kept=_kept(job, block),
+            kept=kept_bytes(job, block),
             steps=tuple(steps),
             logits=logits * job.precision.bytes,
             loss=(logits * loss[0], logits * loss[1]),
@@ -344,7 +392,8 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
     """Elements of the gradients of an operator's result, and of its operands, of a sample."""
     match op:
         case Product():
-            return op.rows * op.columns, op.rows * op.inner
+            rows = op.rows * (op.count or 1)
+            return rows * op.columns, rows * op.inner
         case Attention():
             one = float(op.rows * op.heads)
             scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0
@@ -356,9 +405,16 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
 
 
 def overhead(
-    items: Mapping[str, Bytes], groups: Iterable[Group], layout: Layout
+    items: Mapping[str, Bytes],
+    cached: Bytes,
+    groups: Iterable[Group],
+    layout: Layout,
+    *,
+    eager_loading: bool = False,
 ) -> dict[str, Bytes]:
     """What PyTorch does not allocate, beside `items` that it does, for the groups that meet.
+
+    `cached` are blocks of other streams and other sizes (`Timeline`).
 
     Parameters, gradients and optimizer states stay where they are; all else leaves gaps.
     """
@@ -366,9 +422,10 @@ def overhead(
     passing = sum(size for name, size in items.items() if name not in lasting)
     ranks = [len(group.members(0, layout)) for group in groups]
     sizes = {
+        "cached": cached,
         "fragmentation": FRAGMENTATION * passing,
         "nccl": sum(COMMUNICATOR[count > 2] for count in ranks if count > 1),  # noqa: PLR2004
-        "context": CONTEXT,
+        "context": CONTEXT[eager_loading],
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -388,7 +445,7 @@ def _needed(job: Workload, block: Block) -> Bytes:
     return sum(_kept_of(job, op) for op in block.operators)
 
 
-def _kept(job: Workload, block: Block) -> Bytes:
+def kept_bytes(job: Workload, block: Block) -> Bytes:
     """What is kept of a block until its backward pass, but for its logits."""
     if not job.rerun.every_second(block):
         return sum(_kept_of(job, op, freed=True) for op in block.operators)
@@ -396,7 +453,8 @@ def _kept(job: Workload, block: Block) -> Bytes:
     products = block.of(Product)
     if not any(op.name == "bias" for op in block.operators):
         every = [op.rows * width for op in products for width in op.widths or (op.columns,)]
-        elements += sum(every[::2])
+        # Its last product's result is read by nobody else: compiled code does not keep it.
+        elements += sum(every[: -1 if job.compiled else None : 2])
     scores = [op for op in block.of(Attention) if op.softmax]
     elements += sum(op.rows * op.heads * op.value for op in scores)
     statistics = sum(op.statistics_bytes for op in scores)

@@ -32,15 +32,17 @@ Cut = Literal["", "tokens", "width", "router", "experts"]
 divide the sequence between products. width: the elements of each row. router: as tokens where
 experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
 
-Unfused = Literal["activations", "norms", "keys", "casts"]
+Unfused = Literal["activations", "norms", "keys", "copies", "casts"]
 """What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
-casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+copies: the output of attention in the order of the next product, and, of as many heads as queries
+have, keys and values as one product gave them, beside those with positions. casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
-Along = Literal["", "columns", "inner"]
-"""Which dimension of the weights of a product tensor-parallel ranks divide."""
+Along = Literal["", "columns", "inner", "heads"]
+"""Which dimension of the weights of a product tensor-parallel ranks divide; of products without
+weights, of which each head has one, heads."""
 
 FLASH_BACKWARD = 2.5
 """FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead
@@ -217,8 +219,9 @@ class Product(Operator):
     in one call. One of a `wide` type is never of a narrow one: those of routers. Tensor-parallel
     ranks divide what lies `along`; a `padded` number of columns is rounded up, others are `what`
     these have to divide. A `tied` one has the weights of another block. Of every sample there are
-    `count` products without weights (0: one with weights). `narrow` is the type of
-    its operands, if any, and weights stay cast for `cast_steps` micro-steps.
+    `count` products without weights (0: one with weights); a backward pass makes a `remade` one
+    once more, as its kernel does not keep the result. `narrow` is the type of its operands, if any,
+    and weights stay cast for `cast_steps` micro-steps.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -233,6 +236,7 @@ class Product(Operator):
     tied: bool = False
     adapter: bool = False
     count: int = 0
+    remade: bool = False
     narrow: NarrowType | None = None
     cast_steps: int = 1
 
@@ -338,8 +342,9 @@ class Attention(Operator):
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample: scores above the diagonal count, too."""
-        whole = self.length**2 if not self.window else self.window * (2 * self.length - self.window)
-        pairs = whole / self.ranks if self.softmax else float(self.rows * self.wide)
+        pairs = float(self.rows * (self.length if self.softmax else self.wide))
+        if self.softmax and self.window:
+            pairs = self.window * (2 * self.length - self.window) / self.ranks
         return 2.0 * self.heads * (self.wide + self.value) * pairs
 
     @property
@@ -596,7 +601,7 @@ class Block:
         return bool(self.boundary) and not self.logits
 
     def untied(self) -> "Block":
-        """The same with weights of its own."""
+        """The same with its own weights."""
         return replace(
             self,
             operators=tuple(
@@ -610,9 +615,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
+    """A model as a chain of blocks. A sample holds `tokens` tokens, or is an image or a latent: 1.
 
-    A `divisible` one says of each operator how ranks divide it.
+    A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
+    a module was traced.
     """
 
     name: str
@@ -620,6 +626,7 @@ class Model:
     tokens: int
     unit: str = "token"
     divisible: bool = False
+    assumed: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -725,14 +732,16 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 def _check_divides(model: Model, mesh: Mesh) -> None:
     if not model.divisible:
         named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
-        raise OptionError(f"{named} does not apply to {model.name}: only transformers divide")
+        raise OptionError(
+            f"{named} does not apply to {model.name}: only transformers of the catalog divide"
+        )
     tokens = model.tokens
     for option, used in (
         ("sequence_parallel=true", mesh.sequence_parallel),
         (f"cp={mesh.cp}", mesh.cp > 1),
     ):
-        if used and model.unit == "image":
-            raise OptionError(f"{option} does not apply to {model.name}, of images")
+        if used and model.unit != "token":
+            raise OptionError(f"{option} does not apply to {model.name}, of {model.unit}s")
     different = {id(block.operators): block.operators for block in model.blocks}.values()
     counts: dict[str, int] = {}
     for op in chain.from_iterable(different):

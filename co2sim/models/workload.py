@@ -347,7 +347,8 @@ class Workload(Mesh, Framework):
             moved += op.rows * (passes * op.traffic + (op.again.moved if again else 0.0))
             calls += bool(passes) * op.calls + (op.again.calls if again else 0)
             if isinstance(op, Product):
-                often = passes - (op.frozen and passes == _BOTH) + repeated
+                back = passes == _BOTH
+                often = passes - (op.frozen and back) + (op.remade and back) + repeated
                 if often:
                     products.append(op.gemm(samples, width).times(often))
                 casts += self._cast(op, passes, runs=runs)

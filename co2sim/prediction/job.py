@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -19,7 +20,7 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute, check_applies
 from co2sim.models.memory import Timeline, overhead, timeline
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Block, Model, Product
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Workload
 from co2sim.schedule.exchanges import apply_tensor_parallelism
@@ -246,6 +247,9 @@ class Stage:
     def timeline(self) -> Timeline:
         """What PyTorch allocates on a GPU, by moment and item."""
         share = self.workload.share
+        if share.stages_by_cost and share.pp > 1:
+            whole = replace(share, model=self.job.workload.share.model)
+            share = stage_of(whole, self.number, layers_by_cost(whole))
         held = call_strategy(self.strategy, self.strategy.memory, share, self.layout)
         return timeline(share, held, self.microbatches_in_flight)
 
@@ -254,7 +258,9 @@ class Stage:
         cluster, line = self.cluster, self.timeline()
         items = line.at(line.peak)
         if cluster.backend == "nccl":  # Gloo is for processors, which have no context
-            items = items | overhead(items, self.schedule.groups, cluster.layout)
+            groups, layout = self.schedule.groups, cluster.layout
+            cached, eager = line.unused, self.workload.eager_loading
+            items = items | overhead(items, cached, groups, layout, eager_loading=eager)
         return items | {"total": sum(items.values())}
 
 
@@ -269,15 +275,32 @@ def stage_cluster(cluster: Cluster, mesh: Mesh) -> Cluster:
     return cluster.resized(mesh.stage_gpus(cluster.layout))
 
 
-def chunks_of(share: Workload, stage: int) -> list[list[Block]]:
-    """The blocks of each chunk of a stage. Raises OptionError for a model without layers."""
+def layers_by_cost(share: Workload) -> list[int]:
+    """The layers of each stage, where the next one begins behind an equal part of the products.
+
+    Source: nanotron v0.4, models/base.py, build_model; get_block_compute_costs of models/llama.py.
+    """
+    costs = [sum(op.flops for op in block.of(Product)) for block in share.model.blocks[1:]]
+    counts = [0] * share.pp
+    stage, behind = 0, list(accumulate(costs))
+    for place in behind[:-1]:
+        counts[stage] += 1
+        stage += bool(place > behind[-1] * (stage + 1) / share.pp)
+    return counts
+
+
+def chunks_of(share: Workload, stage: int, counts: Sequence[int] = ()) -> list[list[Block]]:
+    """The blocks of each chunk of a stage, of so many layers, or of equal numbers.
+
+    Raises OptionError for a model without layers.
+    """
     model, stages = share.model, share.pp
     first, layers, last = model.blocks[0], model.blocks[1:-1], model.blocks[-1]
     if not layers or not all(block.boundary for block in layers):
         raise OptionError(
             f"pp={stages} does not apply to {model.name}: its blocks have no input sizes"
         )
-    counts = share.layer_counts(len(layers))
+    counts = counts or share.layer_counts(len(layers))
     chunks: list[list[Block]] = []
     for part in range(stage, stages * share.interleave, stages):
         start = sum(counts[:part])
@@ -289,12 +312,12 @@ def chunks_of(share: Workload, stage: int) -> list[list[Block]]:
     return chunks
 
 
-def stage_of(work: Workload, stage: int) -> Workload:
-    """What the GPUs of a stage do together: all of it without a pipeline."""
+def stage_of(work: Workload, stage: int, counts: Sequence[int] = ()) -> Workload:
+    """What the GPUs of a stage do together: all of it without a pipeline; see `chunks_of`."""
     if work.pp == 1:
         return work
     share = work.share
-    blocks = [block for part in chunks_of(share, stage) for block in part]
+    blocks = [block for part in chunks_of(share, stage, counts) for block in part]
     return replace(share, model=replace(share.model, blocks=tuple(blocks)))
 
 

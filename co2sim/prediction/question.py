@@ -537,7 +537,9 @@ def _entry(
         raise OptionError(
             f"overrides ({next(iter(overrides))}) apply to names and files, not to objects"
         )
-    return Entry(reference, ())
+    assumed = getattr(reference, "assumed", ())
+    source = "not known without data"
+    return Entry(reference, tuple(Fact("trace", text, source, assumed=True) for text in assumed))
 
 
 def _named(name: str, reference: Any, kind: type[Any]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
-from co2sim.models.memory import Items, Passing, as_they_come
+from co2sim.models.memory import Items, Passing, as_they_come, casts
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     WORLD,
@@ -411,6 +411,8 @@ class FSDP:
         """
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
+        if job.autocast:  # without a policy of its own it gathers what is sharded
+            width = DType.FP32.bytes
         share, trained, reduced = job.owned(n), job.owned_trained(n), self.reduce.bytes
         items: dict[str, Bytes | Passing] = {"whole_gradients": width}
         if job.offload != "parameters":
@@ -421,9 +423,15 @@ class FSDP:
             items["optimizer"] = job.moments(n)
         if n == 1 and job.offload != "parameters":
             return items
+        if job.update_bytes:
+            items["update"] = Passing(step=trained * job.update_bytes)
+        if job.autocast:
+            items["casts"] = casts(job, cached=False)
         root, _ = units(job)
         items["gathered"] = self._gathered(job, root * width, again=sharding.again is not None)
         blocks = job.model.blocks
+        largest = max(root, *(block.parameters for block in blocks))
+        items["streams"] = trained * job.master_bytes + largest * width
         behind = [*(block.trained for block in blocks[1:-1]), 0, 0][1:]
         last = blocks[-1].trained + blocks[-1].tied
         of_root = blocks[0].trained + (blocks[-1].trained if len(blocks) > 1 else 0)
@@ -445,7 +453,7 @@ class FSDP:
     @staticmethod
     def _gathered(job: Workload, root: Bytes, *, again: bool) -> Passing:
         """The root and, beside a unit at work, the one that comes; all where they stay."""
-        width = job.precision.bytes
+        width = DType.FP32.bytes if job.autocast else job.precision.bytes
         sizes = [0.0, *(block.parameters * width for block in job.model.blocks[1:-1]), 0.0]
         if not again:
             there = root + np.cumsum(sizes)

@@ -33,6 +33,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "fidelity.py": [pytest.mark.lab],
     "hpz_group.py": [],
     "long_study.py": [pytest.mark.dist],
+    "memory_oracle.py": [],
     "overhead.py": [],
     "plan_search.py": [],
     "products.py": [],

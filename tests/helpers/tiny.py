@@ -10,7 +10,7 @@ from typing import Any
 from co2sim import Question, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
-from co2sim.models.operators import AttentionScores, Block, MatMul, Model
+from co2sim.models.operators import Attention, Block, Model, Operator, Product, plain_block
 from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
@@ -95,23 +95,17 @@ def cluster(nodes: int = 2, gpus_per_node: int = 2, **changes: Any) -> Cluster:
 
 def model() -> Model:
     """An embedding, two equal layers and a head: 2000 parameters."""
-    layers = [
-        Block(
-            f"layer{number}",
-            (300, 200),
-            2e6,
-            4000.0,
-            AttentionScores(5e5, 1000.0, heads=2, length=16),
-            boundary_bytes=400.0,
-        )
-        for number in range(2)
-    ]
+    operators = (
+        Operator(tensors=(300, 200), work=2e6 - 2 * 2 * 512 * 16**2, kept=2000.0),
+        Attention(rows=16, heads=2, keys=2, wide=256, value=256, length=16),
+    )
+    layers = [Block(f"layer{number}", operators, 200.0) for number in range(2)]
     return Model(
         "tiny",
         (
-            Block("embedding", (640,), 0.0, 400.0),
+            plain_block("embedding", (640,), 0.0, 400.0),
             *layers,
-            Block("head", (20, 340), 1e6, 2000.0, boundary_bytes=400.0),
+            plain_block("head", (20, 340), 1e6, 2000.0, 400.0),
         ),
         tokens=16,
     )
@@ -167,7 +161,11 @@ def recorded_run() -> tuple[bytes, bytes]:
     from realrun import record  # noqa: PLC0415 - most tests need none of it
 
     built = load_cluster("dgx-h100", {}).value
-    block = Block("layer", (64, 64), 1e6, 1e4, products=(MatMul(8, 8, 8),), calls=2)
+    operators = (
+        Product(rows=8, inner=8, columns=8, tensors=(64,), calls=2),
+        Operator(tensors=(64,), work=1e6, kept=5e3),
+    )
+    block = Block("layer", operators)
     case = Question(
         cluster=replace(built, nodes=2, gpus_per_node=2),
         model=Model("tiny", (block, replace(block, name="head")), 8),

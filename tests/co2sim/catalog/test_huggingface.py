@@ -16,6 +16,7 @@ from places import DATA, ROOT
 from co2sim import simulate
 from co2sim.catalog import Contents, huggingface, load_model
 from co2sim.common.errors import CatalogError
+from co2sim.models.operators import Attention
 
 RELEASED = json.loads((DATA / "huggingface.json").read_text())
 """Configurations of published checkpoints, with their parameters and tokens."""
@@ -266,8 +267,8 @@ def test_layers_of_every_model_type_see_what_they_do_in_transformers(kind: str) 
         tokens = 2 * max(config.sliding_window or 0, config.max_position_embeddings)
         long = {"seq_len": str(tokens)}
         model = load_model(Contents(kind, tree), long).value
-        reach = [one.scores.reach for one in model.blocks if one.scores]
-        assert [bool(one) for one in reach] == [one == "sliding_attention" for one in types]
+        windows = [one.window for block in model.blocks for one in block.of(Attention)]
+        assert [bool(one) for one in windows] == [one == "sliding_attention" for one in types]
 
 
 def test_routers_that_choose_groups_of_experts_first_are_told() -> None:

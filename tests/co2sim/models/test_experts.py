@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from small_gpt import small
 
 from co2sim.catalog import load_model
-from co2sim.models.transformer import (
-    Experts,
-    LatentAttention,
-    Transformer,
-    language_model,
-    shard_model,
-)
+from co2sim.models.operators import Attention, Block, Product, shard_model
+from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
 from co2sim.schedule.mesh import Mesh
 
 TOKENS = 64
@@ -27,10 +22,15 @@ LATENT = LatentAttention(kv_rank=16, q_rank=24, nope=8, rope=4, value=12)
 model = partial(small, BODY, TOKENS)
 
 
+def scores_of(block: Block) -> float:
+    """FLOP of a forward pass over a sample."""
+    return sum(op.flops for op in block.of(Attention))
+
+
 def test_deepseek_v3_computes_as_much_for_a_token_as_published() -> None:
     """250 GFLOP at 4,096 tokens, half of the scores: DeepSeek, arXiv 2505.09343, table 2."""
     found = load_model("deepseek-v3", {"seq_len": "4096"}).value
-    scores = sum(block.scores.flops for block in found.blocks if block.scores)
+    scores = sum(map(scores_of, found.blocks))
     token = (found.flops_per_sample - 3 * scores / 2) / found.tokens
     assert token == pytest.approx(250e9, rel=0.005)
 
@@ -52,9 +52,8 @@ def test_flop_are_those_of_the_products(
 ) -> None:
     """Those with weights; every weight multiplies once for a token that passes it."""
     for block in model(**attention, **mlp).blocks[1:-1]:
-        weighted = [one for one in block.products if not one.count]
-        flops = sum(one.product(1, 2.0).flops for one in weighted)
-        assert flops + block.scores.flops == pytest.approx(block.flops)
+        flops = sum(one.gemm(1, 2.0).flops for one in block.of(Product))
+        assert flops + scores_of(block) == pytest.approx(block.flops)
         passed = block.parameters - block.idle - 2 * BODY.hidden  # but for norms
         passed -= LATENT.q_rank + LATENT.kv_rank if "latent" in attention else 0
         assert flops == 2.0 * TOKENS * passed
@@ -66,10 +65,10 @@ def test_rows_divide_among_experts(tokens: int, count: int, data: st.DataObject)
     active = data.draw(st.integers(1, count))
     body = replace(BODY, experts=Experts(count=count, active=active, width=8))
     found = language_model("m", body, vocab=96, tokens=tokens, tied=False)
-    grouped = [one for one in found.blocks[1].products if one.groups]
+    grouped = [one for one in found.blocks[1].of(Product) if one.groups]
     assert len(grouped) == 2
     for one in grouped:
-        product = one.product(3, 2.0)
+        product = one.gemm(3, 2.0)
         assert product.count == 1
         assert product.batch == min(count, 3 * tokens * active)
         assert 0 <= product.rows * product.batch - 3 * tokens * active < product.batch
@@ -81,14 +80,13 @@ def test_tensor_parallel_ranks_divide_experts_and_heads(changes: dict[str, objec
     whole = model(**changes)
     part = shard_model(whole, Mesh(tp=4, sequence_parallel=True))
     for one, all_ in zip(part.blocks[2:-1], whole.blocks[2:-1], strict=True):
-        assert one.scores.flops == all_.scores.flops / 4
+        assert scores_of(one) == scores_of(all_) / 4
         assert one.idle == all_.idle / 4
         assert all_.parameters / 4 < one.parameters < all_.parameters / 4 + 8000
 
 
-def test_a_model_comes_back_from_its_plain_values() -> None:
-    """What a page or a file holds of it makes the same blocks."""
+def test_experts_that_a_token_does_not_pass_are_idle() -> None:
+    """Six of eight, of three matrices each; a dense layer has none."""
     whole = model(latent=LATENT, experts=EXPERTS, windows=(8, 0), qk_norm="none")
-    assert shard_model(whole, Mesh()).blocks == whole.blocks
     assert whole.blocks[1].idle == 0
     assert whole.blocks[2].idle == 6 * 3 * 64 * 32

@@ -9,7 +9,7 @@ from analysis.published.runs import papers
 from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.models.memory import activations, allocated, overhead
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Model, plain_block
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.question import Question
@@ -21,7 +21,7 @@ PARAMETERS = 7_500_000_000
 
 def big(**changes: object) -> Workload:
     """7.5 billion parameters in one block."""
-    model = Model("7.5b", (Block("all", (PARAMETERS,), 1.0, 0.0),), tokens=1)
+    model = Model("7.5b", (plain_block("all", (PARAMETERS,), 1.0, 0.0),), tokens=1)
     return Workload(model, **changes)  # type: ignore[arg-type]
 
 
@@ -252,8 +252,8 @@ def test_communicators_need_buffers_by_their_ranks() -> None:
         ([PEERS], 544e6),
         ([WORLD, NODE, PEERS], 2 * 688e6 + 544e6),
     ):
-        assert overhead({}, groups, layout)["nccl"] == pytest.approx(expected)
-    assert "nccl" not in overhead({}, [WORLD], Layout(1, 1))
+        assert overhead({}, 0.0, groups, layout)["nccl"] == pytest.approx(expected)
+    assert "nccl" not in overhead({}, 0.0, [WORLD], Layout(1, 1))
 
 
 # --- published peaks ----------------------------------------------------------------------------

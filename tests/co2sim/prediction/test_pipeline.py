@@ -254,7 +254,7 @@ def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_on
     found = simulate(**deep)
     stage = Question(**deep).job().stage(0)
     alone = traffic(stage.schedule, stage.cluster)
-    edge = MODEL.blocks[1].boundary_bytes * stage.workload.precision.bytes / 2
+    edge = MODEL.blocks[1].boundary * stage.workload.precision.bytes
     messages = (2 * chunks - 1) * 8
     gathered = (tp - 1) / tp * edge
     assert found.wire_bytes_per_gpu_per_step - alone.gpu == pytest.approx(

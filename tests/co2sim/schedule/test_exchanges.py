@@ -16,7 +16,7 @@ from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.memory import activations
+from co2sim.models.memory import activations, kept_bytes
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
@@ -166,12 +166,10 @@ def test_activations_are_those_of_korthikanti(
         tp=tp,
         sequence_parallel=sequence,
     )
-    layer = replace(work.share.model.blocks[1], products=())
-    alone = replace(work.share, model=replace(model, blocks=(layer,)))
     s, b, h, a = tokens, micro, BODY.hidden, BODY.heads
     scores = 5 * a * s / h if eager else 4 * a / h  # flash keeps 4 bytes for every row instead
     around = 34 / tp if sequence else 10 + 24 / tp
-    found = activations(alone)["activations"]
+    found = kept_bytes(work.share, work.share.executed[1][1])
     assert found == pytest.approx(s * b * h * (around + scores / tp))
 
 
@@ -205,9 +203,9 @@ def test_activations_of_published_models_are_those_that_were_measured(
     def layer(recompute: str, along: bool) -> float:  # noqa: FBT001 - below
         options: dict[str, Any] = {"recompute": recompute, "sequence_parallel": along}
         work = Workload(model, attention="eager", tp=8, **options).share
-        only = replace(work.model.blocks[1], products=())
-        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
-        return found["checkpoints" if recompute == "full" else "activations"]
+        if recompute == "full":
+            return activations(work)["checkpoints"]
+        return kept_bytes(work, work.executed[1][1])
 
     ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
     kept = [100 * layer(*way) / layer("none", along=False) for way in ways]

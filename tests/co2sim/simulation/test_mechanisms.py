@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.hardware.cluster import KernelTimes
-from co2sim.models.operators import Block, MatMul
+from co2sim.models.operators import Attention, Block, Product
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
@@ -45,27 +45,38 @@ def test_kernels_are_the_slower_of_gpu_and_host() -> None:
     assert compute_time(PASS, replace(gpu, kernels=slow_host), "fp16") == pytest.approx(20 * device)
 
 
-@given(rows=SIZES, inner=SIZES, columns=SIZES, samples=st.integers(1, 4), count=st.integers(0, 3))
+def array(*shape: int) -> np.ndarray:
+    """Half-precision numbers that take no memory."""
+    return np.broadcast_to(np.float16(0), shape)
+
+
+@given(rows=SIZES, inner=SIZES, columns=SIZES, samples=st.integers(1, 4))
 def test_operands_of_a_product_are_its_arrays(
-    rows: int, inner: int, columns: int, samples: int, count: int
+    rows: int, inner: int, columns: int, samples: int
 ) -> None:
     """Both operands and the result, with one copy of the weights for all samples."""
+    x, w = array(samples * rows, inner), array(inner, columns)
+    found = Product(rows=rows, inner=inner, columns=columns).gemm(samples, DType.FP16.bytes)
+    assert found.bytes == x.nbytes + w.nbytes + array(len(x), columns).nbytes
+    assert found.flops == 2 * samples * rows * inner * columns
 
-    def array(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.float16(0), shape)  # takes no memory
 
-    if count:
-        many = count * samples
-        arrays = [array(many, rows, inner), array(many, inner, columns), array(many, rows, columns)]
-    else:
-        arrays = [
-            array(samples * rows, inner),
-            array(inner, columns),
-            array(samples * rows, columns),
-        ]
-    found = MatMul(rows, inner, columns, count).product(samples, DType.FP16.bytes)
-    assert found.bytes == sum(2 * one.size for one in arrays)
-    assert found.flops == 2 * samples * (count or 1) * rows * inner * columns
+@given(SIZES, SIZES, SIZES, SIZES, st.integers(1, 4), st.integers(1, 3))
+def test_operands_of_eager_attention_are_its_arrays(
+    rows: int, length: int, wide: int, value: int, heads: int, samples: int
+) -> None:
+    """Queries and keys give scores, and scores and values the output, of every head and sample."""
+    shape = {"rows": rows, "length": length, "wide": wide, "value": value}
+    attention = Attention(heads=heads, keys=heads, **shape)
+    q, k, v = (
+        array(heads * samples, *size) for size in ((rows, wide), (length, wide), (length, value))
+    )
+    p, out = array(heads * samples, rows, length), array(heads * samples, rows, value)
+    found = attention.gemms(samples, DType.FP16.bytes)
+    assert [one.bytes for one in found] == [
+        sum(one.nbytes for one in operands) for operands in ((q, k, p), (p, v, out))
+    ]
+    assert [one.flops for one in found] == [2 * q.size * length, 2 * p.size * value]
 
 
 def passes(job: Workload) -> list[tuple[Block, Compute]]:
@@ -90,7 +101,7 @@ def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
             model, micro_batch=2, attention="eager", recompute=recompute, checkpointing="reentrant"
         )
         for block, one in passes(job):
-            if one.kernels and not (block.scores and block.scores.reach):
+            if one.kernels and not any(op.window for op in block.of(Attention)):
                 total = sum(product.flops for product in one.kernels.products)
                 assert total == pytest.approx(one.flops, rel=5e-3 if block.idle else 1e-6)
 
@@ -103,13 +114,14 @@ def test_a_repeated_layer_stops_before_its_last_product(name: str) -> None:
     assert not any(job.repeats(block) for block in job.model.blocks if block.logits)
     for mine, theirs in zip(job.works(), whole.works(), strict=True):
         assert mine.backward.flops == theirs.backward.flops  # as published figures count
-        if not mine.backward.kernels or not theirs.backward.kernels or not mine.block.products:
+        products = mine.block.of(Product)
+        if not mine.backward.kernels or not theirs.backward.kernels or not products:
             continue
         left_out = sum(p.flops for p in theirs.backward.kernels.products) - sum(
             p.flops for p in mine.backward.kernels.products
         )
-        expected = mine.block.products if mine.block.logits else mine.block.products[-1:]
-        assert left_out == pytest.approx(sum(one.product(1, 2.0).flops for one in expected))
+        expected = products if mine.block.logits else products[-1:]
+        assert left_out == pytest.approx(sum(one.gemm(1, 2.0).flops for one in expected))
 
 
 @given(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from one_sample import simulate
 from small_gpt import small
 
+from co2sim.models.operators import Attention
 from co2sim.models.transformer import Experts, LatentAttention, Transformer
 from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
@@ -48,13 +49,14 @@ def test_all_ranks_of_a_sequence_together_compute_what_one_does(
     share = Workload(whole, cp=cp).share.model
     for part, all_ in zip(share.blocks, whole.blocks, strict=True):
         assert cp * part.flops == pytest.approx(all_.flops)
-        assert cp * part.activation_bytes == pytest.approx(all_.activation_bytes)
+        kept, all_kept = (sum(op.rows * op.kept for op in one.operators) for one in (part, all_))
+        assert cp * kept == pytest.approx(all_kept)
         assert part.parameters == all_.parameters
         assert cp * part.logits == all_.logits
-        if part.scores and all_.scores:
-            assert cp * part.scores.flops == pytest.approx(all_.scores.flops)
-            assert cp * part.scores.statistics_bytes == all_.scores.statistics_bytes
-            assert part.scores.length == all_.scores.length
+        for one, other in zip(part.of(Attention), all_.of(Attention), strict=True):
+            assert cp * one.flops == pytest.approx(other.flops)
+            assert cp * one.statistics_bytes == other.statistics_bytes
+            assert one.length == other.length
 
 
 @pytest.mark.parametrize("context", ["all_gather", "ring"])

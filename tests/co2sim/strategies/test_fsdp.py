@@ -10,7 +10,7 @@ from one_sample import simulate
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Model, plain_block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Compute, Layout
 from co2sim.simulation.costs import traffic
@@ -22,8 +22,10 @@ RANKS = 4
 
 def chain(layers: int, flops: float = 1e6, ends: int = 0) -> Model:
     """Equal layers between two blocks that take no time, with `ends` parameters each."""
-    first, last = (Block(name, (ends,) if ends else (), 0.0, 0.0) for name in ("first", "last"))
-    body = [Block(f"layer{n}", (SIZE,), flops, 0.0) for n in range(layers)]
+    first, last = (
+        plain_block(name, (ends,) if ends else (), 0.0, 0.0) for name in ("first", "last")
+    )
+    body = [plain_block(f"layer{n}", (SIZE,), flops, 0.0) for n in range(layers)]
     return Model("chain", (first, *body, last), tokens=1)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.hardware.cluster import Link
-from co2sim.models.operators import AttentionScores, Block, MatMul, Model
+from co2sim.models.operators import Attention, Block, Model, Operator, Product, plain_block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op
 from co2sim.simulation.costs import traffic
@@ -105,8 +105,8 @@ def test_parameters_are_read_only_after_the_last_update(strategy: str) -> None:
 
     The model starts with a block that has no parameters, such as a resize or a patchify.
     """
-    first = Block("first", (), 1e6, 0.0)
-    blocks = (first, *(Block(name, (500,), 2e6, 0.0) for name in "abc"))
+    first = plain_block("first", (), 1e6, 0.0)
+    blocks = (first, *(plain_block(name, (500,), 2e6, 0.0) for name in "abc"))
     job = Workload(Model("headless", blocks, tokens=1))
     schedule = strategies.parse(strategy).schedule(job, Layout(2, 2))
     trace = execute(schedule, tiny.cluster(), precision="bf16", rounds=3)
@@ -131,7 +131,7 @@ def test_buckets_hold_every_gradient_once_and_close_when_full(
     tensors: list[tuple[int, ...]], capacity: float
 ) -> None:
     """Walking tensors from the last to the first, a bucket closes with the tensor that fills it."""
-    blocks = [Block(f"b{n}", sizes, 0.0, 0.0) for n, sizes in enumerate(tensors)]
+    blocks = [plain_block(f"b{n}", sizes, 0.0, 0.0) for n, sizes in enumerate(tensors)]
     flat = [(size, n) for n, sizes in enumerate(tensors) for size in sizes][::-1]
     expected: list[Bucket] = []
     rest = flat
@@ -257,9 +257,14 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
 
     The block's tensors of 3000, 1000 and 1000 are reduced as 1000, 1000 and 3000.
     """
-    matmul = MatMul(16, 10, 10)
-    scores = AttentionScores(5e5, 1000.0, heads=2, length=16)
-    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, scores, products=(matmul,), calls=30)
+    block = Block(
+        "x",
+        (
+            Operator(tensors=(3000, 1000, 1000), work=5e6, kept=50.0, calls=30),
+            Product(rows=16, inner=10, columns=10),
+            Attention(rows=16, heads=2, keys=2, wide=250, value=250, length=16),
+        ),
+    )
     job = Workload(Model("m", (block,), tokens=1))
     works = {}
     for bucket in (10_000, 1000):
@@ -316,7 +321,7 @@ def test_chunks_are_a_pipeline_through_node_and_peers(chunks: int) -> None:
     1000 MB of int4 gradients: s in the node, t among peers, one after the other s + t; in n chunks
     s + t / n or t + s / n, whichever is longer.
     """
-    blocks = (Block("layer", (10**9,), 0.0, 0.0),)
+    blocks = (plain_block("layer", (10**9,), 0.0, 0.0),)
     job = Workload(Model("one", blocks, tokens=1))
     strategy = f"zeropp(qwz=false,hpz=false,prefetch=0,chunks={chunks},scale_block=1000000)"
     fast = tiny.gpu(memory_bandwidth=1e18, peak={"bf16": 1e18})

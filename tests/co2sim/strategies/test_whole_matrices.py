@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import tiny
+from co2sim.models.blocks import Block, MatMul, Model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.common.errors import OptionError
-from co2sim.models.blocks import Block, MatMul, Model
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.run import execute

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from workers import listening
 
 from co2sim import strategies
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Model, plain_block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Layout
 from co2sim.simulation.costs import traffic
@@ -244,7 +244,7 @@ def stated(name: str, layout: Layout, rank: int) -> tuple[list[list[Any]], Any]:
     """Members, type and bytes of a rank's messages, and the traffic, as the schedule says."""
     scale = {} if name in {"off", "hpz"} else {"scale_block": BLOCK}
     options = ",".join(f"{key}={value}".lower() for key, value in (switched(name) | scale).items())
-    model = Model("one", (Block("module", (PARAMETERS,), 1.0, 1.0),), tokens=1)
+    model = Model("one", (plain_block("module", (PARAMETERS,), 1.0, 1.0),), tokens=1)
     strategy = strategies.parse(f"zeropp({options})")
     schedule = strategy.schedule(Workload(model=model), layout)
     messages = [

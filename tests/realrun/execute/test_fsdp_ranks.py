@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workers import listening
 
-from co2sim.models.operators import Block, Model
+from co2sim.models.operators import Model, plain_block
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective
 from co2sim.strategies import FSDP, checked
@@ -82,7 +82,7 @@ def test_torch_issues_the_collectives_of_the_schedule_in_its_order(
 ) -> None:
     """Kind, number of ranks, type and elements, one by one, on every rank: two nodes of two."""
     sizes = {"embedding": 8 * WIDTH, **{f"layer{n}": WIDTH * WIDTH for n in range(LAYERS)}}
-    blocks = [Block(name, (size,), 1.0, 0.0) for name, size in {**sizes, "head": 512}.items()]
+    blocks = [plain_block(name, (size,), 1.0, 0.0) for name, size in {**sizes, "head": 512}.items()]
     job = Workload(Model("stack", tuple(blocks), tokens=1), accumulation=micro_steps)
     body = checked(FSDP(**options, clip=False)).schedule(job, world.layout).body
     works = [op.work for op in body if isinstance(op.work, Collective)]
