@@ -227,7 +227,7 @@ class Timeline:
         return {
             "end of the forward pass": loss - 1,
             **(at_loss if "logits" in self.items else {}),
-            f"{self.moments[fullest]}, the fullest": fullest,
+            f"{self.moments[fullest]}, the fullest block": fullest,
             self.moments[last - 1]: last - 1,
             "optimizer step": last,
         }

@@ -13,6 +13,8 @@ from co2sim.prediction.step_memory import Change, StepMemory
 
 _MAX = 6
 """Changes that would fit that are shown."""
+_RESERVED = ("cached", "fragmentation")
+"""What PyTorch holds and does not count as allocated."""
 
 
 def print_memory(out: Console, r: Result, memory: StepMemory | None = None) -> None:
@@ -22,12 +24,12 @@ def print_memory(out: Console, r: Result, memory: StepMemory | None = None) -> N
     """
     items = r.memory_bytes_per_gpu
     rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
-    beside = {name: scaled(items[name], "B") for name in OVERHEAD if name in items}
+    beside = [name for name in OVERHEAD if name in items]
     if beside:
         held = [("allocated, as max_memory_allocated counts", r.allocated_bytes_per_gpu)]
-        held += [(name, items[name]) for name in beside]
-        if "fragmentation" in beside:
-            held.insert(2, ("reserved, as max_memory_reserved counts", reserved(items)))
+        held += [(name, items[name]) for name in beside if name in _RESERVED]
+        held += [("reserved, as max_memory_reserved counts", reserved(items))] * (len(held) > 1)
+        held += [(name, items[name]) for name in beside if name not in _RESERVED]
         rows[-1:-1] = [(name, scaled(size, "B")) for name, size in held]
     room = f"{scaled(r.gpu_memory_bytes, 'B')} ({r.gpu_memory_bytes / GIB:.3g} GiB)"
     if r.memory_bytes_low is not None and r.memory_bytes_high is not None:

@@ -290,3 +290,17 @@ def test_a_page_says_what_would_save_memory(text: str) -> None:
     assert rows
     section = unescape(text.partition('id="memory"')[2].partition("</section>")[0])
     assert all(cell in section for row in rows for cell in row)
+
+
+def test_every_item_of_memory_has_its_colour_and_its_words() -> None:
+    """No two items of a picture look alike; each is in the tables of how memory is counted."""
+    words = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text("utf-8")
+    for strategy, stack in (("ddp", "huggingface"), ("fsdp", "nanotron"), ("zeropp", "torchtitan")):
+        for recompute in ("none", "full"):
+            about = {"strategy": strategy, "stack": stack, "recompute": recompute}
+            case = Question(cluster="dgx-h100", model="gpt2-small", gpus=16, **about)
+            memory = StepMemory(case, case)
+            spec = charts.step_memory(memory)
+            assert len(colours(spec)) == len(set(memory.line.items) | set(memory.beside))
+            for name in {*memory.line.items, *memory.beside}:
+                assert f"`{name}`" in words
