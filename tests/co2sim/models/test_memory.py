@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from moments import line, most, passing
 
@@ -324,7 +324,11 @@ def test_gradients_come_as_blocks_go_back(options: dict[str, object]) -> None:
 
 @given(JOBS, st.sampled_from(["ddp", "zero1", "zero2", "fsdp(sync=last)", "fsdp"]))
 def test_the_last_micro_step_is_the_fullest(options: dict[str, object], strategy: str) -> None:
-    """With more of them gradients are there from the begin; no item is smaller at any moment."""
+    """With more of them gradients are there from the begin.
+
+    But for a tied embedding, whose own gradient is not counted where it is summed up.
+    """
+    assume(not options["model"].blocks[-1].tied)  # type: ignore[attr-defined]
     one, two = (
         line(Workload(**options | {"accumulation": n}), strategy, Layout(2, 2))  # type: ignore[arg-type]
         for n in (1, 2)
