@@ -333,7 +333,7 @@ def _cached(
 ) -> NDArray[np.float64]:
     """What the allocator keeps at every moment for other streams, and of other sizes.
 
-    A strategy makes `streams` bytes on streams of their own, and at the end a `block` for the last
+    A strategy makes `streams` bytes on their own streams, and at the end a `block` for the last
     reduction. A block of logits in 16 bits does not hold those in fp32; copies of all gradients are
     larger than any other, and the last one may be.
     """
@@ -434,9 +434,9 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
             rows = op.rows * (op.count or 1)
             return rows * op.columns, rows * op.inner
         case Attention():
-            one = float(op.rows * op.heads)
+            heads = float(op.rows * op.heads)
             scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0
-            return one * op.value, one * (2 * op.wide + op.value) + scores
+            return heads * op.value, heads * (2 * op.wide + op.value) + scores
         case Operator(parts=parts) if "activation" in parts:
             made = _made(op)
             return op.rows * made, op.rows * (op.traffic_alone - made)

@@ -693,19 +693,19 @@ def kinds(model: Model) -> tuple[int, ...]:
 
 @remembered(objects=1, most=64)
 def _kinds(model: Model) -> tuple[int, ...]:
-    first: list[tuple[int, Block]] = []
-    found: list[int] = []
+    different: list[tuple[int, Block]] = []
+    firsts: list[int] = []
     for index, block in enumerate(model.blocks):
         alike = (
-            place
-            for place, other in first
+            first
+            for first, other in different
             if (other.boundary, other.operators) == (block.boundary, block.operators)
         )
-        place = next(alike, None)
-        if place is None:
-            first.append((index, block))
-        found.append(index if place is None else place)
-    return tuple(found)
+        first = next(alike, None)
+        if first is None:
+            different.append((index, block))
+        firsts.append(index if first is None else first)
+    return tuple(firsts)
 
 
 def shard_model(model: Model, mesh: Mesh) -> Model:

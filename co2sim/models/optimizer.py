@@ -260,5 +260,5 @@ def states_per_parameter(optimizer: Optimizer, model: Model) -> Bytes:
 
 
 def _with_others(matrices: list[Matrix], elements: int) -> Tensors:
-    known = sum(matrix.elements for matrix in matrices)
-    return Tensors(tuple(matrices), max(0, elements - known))
+    shaped = sum(matrix.elements for matrix in matrices)
+    return Tensors(tuple(matrices), max(0, elements - shaped))

@@ -576,13 +576,13 @@ class Workload(Mesh, Framework):
             return Tensors(others=self.trained - self.trained_experts), Tensors(
                 others=self.trained_experts
             )
-        found = trained_tensors(self.model)
-        if self.trained and not any(tensors.matrices for tensors in found):
+        shapes = trained_tensors(self.model)
+        if self.trained and not any(tensors.matrices for tensors in shapes):
             raise OptionError(
                 f"optimizer={self.optimizer.name} does not apply to {self.model.name}: nothing is"
                 " known of its matrices"
             )
-        return found
+        return shapes
 
     @property
     def master_bytes(self) -> Bytes:
