@@ -94,7 +94,7 @@ def test_memory_of_a_part_is_that_of_kept_layers_and_inputs(every: int) -> None:
     repeated = 7 // every
     found, plain = passing(job(f"full/{every}")), passing(job())
     at_loss = found.at(found.moments.index("loss"))
-    layer, ends = 32 * S * B * H + 4 * A * S * B, S * B * H + 4 * S * B * H
+    layer, ends = 32 * S * B * H + 4 * A * S * B, 4 * S * B * H
     assert at_loss["checkpoints"] == repeated * 2 * S * B * H
     assert at_loss.get("activations", 0.0) == (7 - repeated) * layer + ends
     for number in range(7):
