@@ -300,7 +300,7 @@ def _cached(
 ) -> NDArray[np.float64]:
     """What the allocator keeps at every moment for other streams, and of other sizes.
 
-    A strategy makes `streams` bytes on streams of their own, and at the end a `block` for the last
+    A strategy makes `streams` bytes beside the stream of the passes, and at the end a `block` for the last
     reduction. A block of logits in 16 bits does not hold those in fp32; copies of all gradients are
     larger than any other, and the last one may be.
     """

@@ -285,7 +285,7 @@ def layers_by_cost(share: Workload) -> list[int]:
 
 
 def chunks_of(share: Workload, stage: int, counts: Sequence[int] = ()) -> list[list[Block]]:
-    """The blocks of each chunk of a stage, of so many layers, or of equal numbers.
+    """The blocks of each chunk of a stage: of `counts` layers, or of equal numbers.
 
     Raises OptionError for a model without layers.
     """
