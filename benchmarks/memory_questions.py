@@ -1,13 +1,13 @@
 """Does it fit? Twenty questions of buyers, answered by co2sim and by PyTorch's trackers.
 
-    python benchmarks/memory_questions.py            # 10 minutes
+    python benchmarks/memory_questions.py            # 30 minutes
     python benchmarks/memory_questions.py --from 15  # the questions before it stay as they are
     python benchmarks/memory_questions.py --quick    # one question; keeps nothing
 
 Writes memory_questions.csv: a row for each question, with what PyTorch allocates and reserves by
-`memory_oracle.py`'s trackers and the rules of its caching allocator: of whole models, but of those
-of 80 layers by a line through 8 and 16. A GPU also holds buffers of NCCL and the CUDA context,
-which co2sim adds to both.
+`memory_oracle.py` and the rules of its caching allocator, on whole models: a line through
+fewer layers is exact for what is allocated, but not for what is reserved. A GPU also holds buffers
+of NCCL and the CUDA context, which co2sim adds to both.
 """
 
 import csv
@@ -25,8 +25,6 @@ from co2sim.prediction.driver import simulate
 NAME = "memory_questions.csv"
 STACK = "torchtitan-eager"
 GIB = 2.0**30
-LAYERS = 32
-"""So many are measured as they are."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +114,10 @@ QUESTIONS = (
 )
 
 
-SIZES = ("peak_bytes", "reserved_bytes")
-FEW = (8, 16)
-"""Layers through which a line gives the bytes of many."""
-
-
 def measured(number: int) -> dict[str, Any]:
     """Of a question: what PyTorch allocates and reserves, in bytes."""
-    setting = QUESTIONS[number].setting()
-    layers = setting.shape.layers
-    counts = FEW if layers > LAYERS else (layers,)
-    rows = [
-        measure(replace(setting, shape=replace(setting.shape, layers=count)), allocator=True)[0]
-        for count in counts
-    ]
-    more = (layers - counts[0]) / (FEW[1] - FEW[0])
-    sizes = {name: round(rows[0][name] + more * (rows[-1][name] - rows[0][name])) for name in SIZES}
-    return sizes | {"moment": rows[-1]["moment"]}
+    found = measure(QUESTIONS[number].setting(), allocator=True)[0]
+    return {name: found[name] for name in ("peak_bytes", "reserved_bytes", "moment")}
 
 
 def row(number: int, found: dict[str, Any]) -> dict[str, Any]:
