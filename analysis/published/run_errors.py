@@ -205,6 +205,18 @@ def _peak(result: Result, kind: str) -> float:
     return reserved(memory) if kind == "reserved" else memory["total"]
 
 
+_LEAST_OF_MEMORY = 0.2
+"""How far an interval of memory reaches at least.
+
+Peaks here were known when what stacks hold was read in their code, so their errors say too little.
+Of 80 further runs of four sources, with peaks that PyTorch counts, none is further off: SimuMax's
+on B200 (mean error 4 %), zero-bubble's on A100 (7 %), torchao's on MI300X and H100 (5 %).
+"""
+
+_LEAST_OF_UNKNOWN = 0.38
+"""The same for a stack without peaks here: nine tenths of 167 further runs of eight sources, with
+totals of nvidia-smi and stacks that are none of the catalog, where every source weighs as much."""
+
 _OF_OTHERS = 1.0
 """What runs of all stacks weigh, together, beside those of a stack: as much as one run of it."""
 
@@ -247,23 +259,26 @@ def memory_reaches(
     sources = [row.cell.source for row in rows]
     each = np.array([1 / sources.count(source) for source in sources])
     stacks = {}
-    for name in sorted({_stack_name(row) for row in rows}):
+    for name in sorted({_stack_name(row) for row in (*rows, *bounds)}):
         own, more = ([row for row in some if _stack_name(row) == name] for some in (rows, bounds))
         of_stack = [row.cell.source for row in (*own, *more)]
         of_own = [_memory_error(row) for row in (*own, *more)]
         weight = np.concatenate([each * _OF_OTHERS / each.sum(), weights(of_stack)])
         stacks[name] = StackMemory(
-            reach=_rounded_up(quantile(np.concatenate([errors, of_own]), weight)),
+            reach=max(
+                _LEAST_OF_MEMORY if own else _LEAST_OF_UNKNOWN,
+                _reach(np.concatenate([errors, of_own]), weight),
+            ),
             runs=len(own),
             bounds=len(more),
             sources=len(set(of_stack)),
         )
-    return _rounded_up(quantile(errors, each)), stacks
+    return max(_LEAST_OF_UNKNOWN, _reach(errors, each)), stacks
 
 
-def _rounded_up(reach: float) -> float:
-    """With four digits behind the point: what just reached an error still does."""
-    return math.ceil(reach * 1e4) / 1e4
+def _reach(errors: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+    """With four digits behind the point, rounded up: what just reached an error still does."""
+    return math.ceil(quantile(errors, weight) * 1e4) / 1e4
 
 
 def _memory_error(row: CellPrediction) -> float:

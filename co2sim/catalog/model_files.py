@@ -185,13 +185,13 @@ def _of_old(tree: Mapping[str, Any]) -> Model:
         return made
     blocks = (
         plain_block(
-            one.name,
-            (*one.tensors, *one.experts),
-            one.flops,
-            one.activation_bytes,
-            one.boundary_bytes,
+            block.name,
+            (*block.tensors, *block.experts),
+            block.flops,
+            block.activation_bytes,
+            block.boundary_bytes,
         )
-        for one in old.blocks
+        for block in old.blocks
     )
     return Model(old.name, tuple(blocks), old.tokens, old.unit)
 
@@ -218,8 +218,8 @@ def _body(values: dict[str, Any]) -> Transformer:
 def _alike(model: Model, old: _OldModel) -> bool:
     """Whether the blocks that the record states are those of the network."""
     return (model.name, model.tokens, model.unit) == (old.name, old.tokens, old.unit) and all(
-        one.name == block.name
-        and sum(one.tensors) + sum(one.experts) == block.parameters
-        and math.isclose(one.flops, block.flops, rel_tol=_ENOUGH)
-        for one, block in zip(old.blocks, model.blocks, strict=True)
+        before.name == block.name
+        and sum(before.tensors) + sum(before.experts) == block.parameters
+        and math.isclose(before.flops, block.flops, rel_tol=_ENOUGH)
+        for before, block in zip(old.blocks, model.blocks, strict=True)
     )

@@ -69,14 +69,15 @@ class Framework:
     other passes, `experts_all_to_all` whether they cross the network for every expert or for every
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
     go back. `context` is how ranks that divide sequences exchange keys and values. With
-    `main_gradients` it sums gradients of bf16 up in fp32. The loss holds `loss_bytes` for each
-    logit on the way forward and back (None: as `loss` says). A loop that `keeps_outputs`
-    holds what the model gave until the next step: logits in fp32, keys and values. Whole
-    gradients are reduced by way of copies of `reduce_bytes` for a parameter, and the optimizer takes
-    `update_bytes` for one that it updates while it does so. With `eager_loading` the context of the
-    driver has all kernels. With `stages_by_cost` the
-    memory of a pipeline is that of stages of equal work, where the head counts as products do; times
-    are those of stages with as many layers. It `keeps` activations that others fuse
+    `main_gradients` it sums gradients of bf16 up in fp32.
+
+    The loss holds `loss_bytes` for each logit on the way forward and back (None: as `loss` says). A
+    loop that `keeps_outputs` holds what the model gave until the next step: logits in fp32, keys
+    and values. Whole gradients are reduced by way of copies of `reduce_bytes` for a parameter, and
+    the optimizer takes `update_bytes` for one while it updates it. With `eager_loading` the context
+    of the driver has all kernels. With `stages_by_cost` the memory of a pipeline is that of stages
+    of equal work, where the head counts as products do; times are of stages of equal layers. It
+    `keeps` activations that others fuse
     away, and `kept` times what then is needed. With `autocast` whole parameters and their gradients
     are in fp32, and products cast them. A `compiled` one fuses chains of elementwise kernels of
     models that were traced.

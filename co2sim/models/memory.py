@@ -10,7 +10,7 @@ allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more th
 it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -33,12 +33,13 @@ from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
 GIB: Bytes = 2.0**30
 
 CONTEXT: Mapping[bool, Bytes] = {False: 0.51 * GIB, True: 1.2 * GIB}
-"""Of the driver, for a process: what it uses beyond PyTorch's allocator without communication; True:
-where CUDA loads all kernels at once, as it did before CUDA 11.7.
+"""Of the driver, for a process, without communication; True: where CUDA loads all kernels at once,
+as it did before CUDA 11.7.
 
 Source: stas00/ml-engineering, training/performance/README.md, an A100: 1.78 GiB with torch 1.10.2,
-0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken; and with lazy loading hahnyuan/PB-LLM issue 3, an A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and
-4.23 reserved. TianheWu/CoSeR issue 10, an A100: 14.25, 12.87 and 0.89, so 0.49.
+0.90 with 1.13.1 and 0.92 with 2.1.1, of which the mean is taken. Lazy: hahnyuan/PB-LLM issue 3, an
+A800: 79.27 GiB in use, 74.53 of them allocated by PyTorch and 4.23 reserved. TianheWu/CoSeR issue
+10, an A100: 14.25, 12.87 and 0.89, so 0.49.
 """
 
 COMMUNICATOR: Mapping[bool, Bytes] = {False: 544e6, True: 688e6}
@@ -54,6 +55,9 @@ FRAGMENTATION = 0.05
 Source: hahnyuan/PB-LLM issue 3: 4.23 GiB of 78.76. It is 15 % on average where memory is saved by
 offloading and adapters, and up to 33 % (Guo et al. 2024, GMLake, arXiv 2401.08156).
 """
+
+STATES = ("parameters", "gradients", "optimizer")
+"""Items that an optimizer needs for its step."""
 
 OVERHEAD = ("cached", "fragmentation", "nccl", "context")
 """Items that PyTorch's allocator does not count as allocated."""
@@ -85,8 +89,14 @@ class Passing:
     end: Bytes = 0.0
     step: Bytes = 0.0
 
+    def __post_init__(self) -> None:
+        """Keep numbers as tuples: those of two are compared at once."""
+        for name in ("forward", "loss", "backward"):
+            sizes = np.asarray(getattr(self, name), float)
+            object.__setattr__(self, name, tuple(sizes.tolist()) if sizes.ndim else float(sizes))
+
     def moments(self, blocks: int) -> NDArray[np.float64]:
-        """At every moment of a micro-step over so many blocks, in order, and of the update."""
+        """At every moment of a micro-step over a number of blocks, in order, and of the update."""
         forward, backward = (
             np.broadcast_to(np.asarray(sizes, float), blocks)
             for sizes in (self.forward, self.backward)
@@ -143,7 +153,7 @@ def as_they_come(job: Workload, width: Bytes, shards: int = 1) -> Passing:
     if job.accumulation > 1 or job.main_gradients:
         return Passing(whole, whole, whole, whole, whole)
     sizes = np.array([block.trained for block in job.model.blocks], float)
-    if tied := job.model.blocks[-1].tied:
+    if tied := job.model.blocks[-1].trained_tied:
         sizes[0], sizes[-1] = sizes[0] - tied, sizes[-1] + tied  # of the embedding, by the head
     behind = sizes[::-1].cumsum()[::-1] - sizes
     return Passing(backward=behind * (whole / (sizes.sum() or 1.0)), end=whole, step=whole)
@@ -181,8 +191,7 @@ def host_memory(job: Workload, schedule: Schedule) -> Bytes:
 
 def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:
     """What of the states of a job without offloading is not `kept` on the GPU."""
-    states = "parameters", "gradients", "optimizer"
-    return sum(whole.most(name) - kept.most(name) for name in states)
+    return sum(whole.most(name) - kept.most(name) for name in STATES)
 
 
 @dataclass(frozen=True)
@@ -234,9 +243,10 @@ class Timeline:
         """What the allocator has `cached` when it holds most, beside the peak of what it serves."""
         return float(np.max(self.total + self.cached) - self.total[self.peak])
 
-    def most(self, item: str) -> Bytes:
-        """The most of an item."""
-        return float(self.items[item].max()) if item in self.items else 0.0
+    def most(self, *items: str) -> Bytes:
+        """The most of an item, or of several together."""
+        sizes = [self.items[name] for name in items if name in self.items]
+        return float(np.sum(sizes, axis=0).max()) if sizes else 0.0
 
     def at(self, moment: int) -> dict[str, Bytes]:
         """The items of a moment, but for those of no bytes."""
@@ -251,13 +261,15 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     several before it ends one.
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
-    others, and of the one that goes back just then. `outputs` are what a loop holds of these
-    besides, and logits in fp32. `logits` are those with their gradient and what the loss holds,
-    `workspace` the gradients of activations, `unreduced` those of weights.
+    others, and of the one that goes back just then. `outputs` are what a loop holds besides, such
+    as logits in fp32. `logits` are those with their gradient and what the loss holds, `workspace`
+    the gradients of activations, `unreduced` those of weights.
     """
     blocks, count = job.executed, len(job.executed)
     others = dict(held) | ({"outputs": _outputs(job)} if job.keeps_outputs else {})
-    each, streams = others.pop("whole_gradients", 0.0), others.pop("streams", 0.0)
+    each, streams, block = (
+        others.pop(name, 0.0) for name in ("whole_gradients", "streams", "last_block")
+    )
     whole = each if isinstance(each, float) else 0.0
     steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
     repeats = [job.repeats(block) for block, _, _ in blocks]
@@ -274,17 +286,17 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     needed, workspace, gradients = (np.array(column) for column in zip(*worst, strict=True))
     logits = np.array([steps[kind].logits for _, _, kind in blocks])
     loss = np.sum([step.loss for step in steps.values()], axis=0)
-    more = micro_batches - 1
+    more, ends = micro_batches - 1, np.zeros(2)
 
     def line(
         before: NDArray[np.float64], here: NDArray[np.float64], after: float
     ) -> NDArray[np.float64]:
-        """Of what stays from a block's forward pass to its backward pass."""
+        """Of what stays from a block's forward pass to its backward pass; none stays longer."""
         behind = np.cumsum(before)
         forward, back = behind, behind - before + here
-        return np.concatenate([forward, [behind[-1]] * 2, back[::-1], [0.0] * 2]) + more * after
+        passes = np.concatenate([forward, [behind[-1]] * 2, back[::-1]]) + more * after
+        return np.concatenate([passes, ends])
 
-    ends = np.zeros(2)
     items = {
         "checkpoints": line(inputs, inputs, inputs.sum()),
         "activations": line(kept, needed, kept.sum()),
@@ -295,8 +307,14 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     for name, size in others.items():
         passing = size if isinstance(size, Passing) else Passing(size, size, size, size, size)
         items[name] = items.get(name, 0.0) + passing.moments(count)
-    names = [block.name for block, _, _ in blocks]
-    moments = (
+    cached = _cached(job, items, streams, block, float(logits.sum()))
+    there = {name: sizes for name, sizes in items.items() if sizes.any()}
+    return Timeline(_moments([block.name for block, _, _ in blocks]), there, cached)
+
+
+def _moments(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of blocks of these names."""
+    return (
         *(f"forward of {name}" for name in names),
         "loss",
         "backward of the loss",
@@ -304,14 +322,35 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
         "reduction of the last gradients",
         "optimizer",
     )
-    cached = np.zeros(len(moments))
+
+
+def _cached(
+    job: Workload,
+    items: Mapping[str, NDArray[np.float64]],
+    streams: Bytes | Passing,
+    block: Bytes | Passing,
+    logits: Bytes,
+) -> NDArray[np.float64]:
+    """What the allocator keeps at every moment for other streams, and of other sizes.
+
+    A strategy makes `streams` bytes on their own streams, and at the end a `block` for the last
+    reduction. A block of logits in 16 bits does not hold those in fp32; copies of all gradients are
+    larger than any other, and the last one may be.
+    """
+    cached = np.zeros_like(items["logits"])
+    assert isinstance(streams, float)
+    assert isinstance(block, float)
     if streams:
         cached += streams - items.get("gradients", 0.0)
-    if "reduction" in items:  # copies of all gradients are larger than any other block
+    if "reduction" in items:
         cached += items["reduction"].max() - items["reduction"]
-    if job.loss == "eager":  # no block of logits in 16 bits holds those in fp32
-        cached[moments.index("backward of the loss")] += logits.sum()
-    return Timeline(moments, {name: sizes for name, sizes in items.items() if sizes.any()}, cached)
+    eager = job.loss == "eager"
+    if block > logits * (1 + eager):
+        cached += block
+        cached[-2] -= block
+    if eager:
+        cached[len(job.executed) + 1] += logits
+    return cached
 
 
 def _outputs(job: Workload) -> Passing:
@@ -350,7 +389,7 @@ class Backward:
     loss: tuple[Bytes, Bytes] = (0.0, 0.0)
 
     def worst(self, whole: Bytes) -> tuple[Bytes, Bytes, Bytes]:
-        """The step that holds most, with whole gradients of so many bytes an element."""
+        """The step that holds most, with `whole` bytes an element of whole gradients."""
         rows = [(needed, passing, whole * done) for needed, passing, done in self.steps]
         return max(rows, key=sum)
 
@@ -373,8 +412,8 @@ class Backward:
                 there -= op.rows * _made(op) * width
                 steps.append((there, passing + (result + operands) * width, done))
                 there -= op.rows * _more(op) * width
-        if not steps:
-            steps = [(there, passing, done)]
+        if not steps or done > steps[-1][2]:  # gradients of what computes nothing come last
+            steps.append((there, passing, done))
         logits = block.logits * job.micro_batch
         loss = _LOSS_BYTES[job.tp > 1]
         if job.loss == "fused":  # compiled code does not overwrite the logits by their gradient
@@ -395,9 +434,9 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
             rows = op.rows * (op.count or 1)
             return rows * op.columns, rows * op.inner
         case Attention():
-            one = float(op.rows * op.heads)
+            heads = float(op.rows * op.heads)
             scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0
-            return one * op.value, one * (2 * op.wide + op.value) + scores
+            return heads * op.value, heads * (2 * op.wide + op.value) + scores
         case Operator(parts=parts) if "activation" in parts:
             made = _made(op)
             return op.rows * made, op.rows * (op.traffic_alone - made)
@@ -418,7 +457,7 @@ def overhead(
 
     Parameters, gradients and optimizer states stay where they are; all else leaves gaps.
     """
-    lasting = ("parameters", "gradients", "optimizer", "secondary", "outer")
+    lasting = (*STATES, "secondary", "outer")
     passing = sum(size for name, size in items.items() if name not in lasting)
     ranks = [len(group.members(0, layout)) for group in groups]
     sizes = {

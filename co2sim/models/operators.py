@@ -37,7 +37,8 @@ Unfused = Literal["activations", "norms", "keys", "copies", "casts"]
 of one half, before it multiplies the other. norms: of RMSNorm a copy of its input in fp32, and that
 divided by its size. keys: keys and values of fewer heads, as often as there are queries for them.
 copies: the output of attention in the order of the next product, and, of as many heads as queries
-have, keys and values as one product gave them, beside those with positions. casts: under autocast a residual stream in fp32, and a copy in 16 bits for each product that reads.
+have, keys and values as one product gave them, beside those with positions. casts: under autocast a
+residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
 Along = Literal["", "columns", "inner", "heads"]
@@ -586,6 +587,11 @@ class Block:
         return sum(op.shared for op in self.of(Product))
 
     @property
+    def trained_tied(self) -> int:
+        """Those of `tied` that it has a gradient for."""
+        return sum(op.shared for op in self.of(Product) if not op.frozen)
+
+    @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample."""
         return sum(op.flops for op in self.operators)
@@ -687,19 +693,19 @@ def kinds(model: Model) -> tuple[int, ...]:
 
 @remembered(objects=1, most=64)
 def _kinds(model: Model) -> tuple[int, ...]:
-    first: list[tuple[int, Block]] = []
-    found: list[int] = []
+    different: list[tuple[int, Block]] = []
+    firsts: list[int] = []
     for index, block in enumerate(model.blocks):
         alike = (
-            place
-            for place, other in first
+            first
+            for first, other in different
             if (other.boundary, other.operators) == (block.boundary, block.operators)
         )
-        place = next(alike, None)
-        if place is None:
-            first.append((index, block))
-        found.append(index if place is None else place)
-    return tuple(found)
+        first = next(alike, None)
+        if first is None:
+            different.append((index, block))
+        firsts.append(index if first is None else first)
+    return tuple(firsts)
 
 
 def shard_model(model: Model, mesh: Mesh) -> Model:

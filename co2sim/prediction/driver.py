@@ -284,7 +284,9 @@ def _with_interval(question: Question, job: Job, result: Result, done: Done | No
     if interval.by_runs:  # the nearest says how far these are
         ends["nearest_published"] = by_distance(traits_of(cluster, job.model, result))[0][0]
     if cluster.backend == "nccl":
-        low, high, source = memory_ends(result.memory_bytes_per_gpu, result.stack)
+        low, high, source = memory_ends(
+            result.memory_bytes_per_gpu["total"], result.stack, job.least_memory()
+        )
         ends |= {"memory_bytes_low": low, "memory_bytes_high": high}
         ends["memory_interval_source"] = source
     return replace(

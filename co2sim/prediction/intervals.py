@@ -632,18 +632,17 @@ def overlaps(first: Interval, second: Interval) -> bool:
     return first.low <= second.high and second.low <= first.high
 
 
-_CERTAIN = ("parameters", "gradients", "optimizer")
-"""Items of memory that no run can do without."""
+def memory_ends(
+    total: Bytes, stack: str, certain: Bytes = 0.0
+) -> tuple[Bytes | None, Bytes | None, str]:
+    """The 90 % interval of memory, and its source; None and "" where nothing is known.
 
-
-def memory_ends(items: Mapping[str, Bytes], stack: str) -> tuple[Bytes | None, Bytes | None, str]:
-    """The 90 % interval of memory by item, and its source; None and "" where nothing is known."""
+    No run can do without `certain` bytes.
+    """
     errors = error_model().memory
     if errors is None:
         return None, None, ""
-    certain = sum(items.get(name, 0.0) for name in _CERTAIN)
     reach, source = errors.of(stack)
-    total = items["total"]
     return max(total * math.exp(-reach), certain), total * math.exp(reach), source
 
 

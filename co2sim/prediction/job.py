@@ -19,7 +19,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute, check_applies
-from co2sim.models.memory import Timeline, overhead, timeline
+from co2sim.models.memory import STATES, Timeline, overhead, timeline
 from co2sim.models.operators import Block, Model, Product
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Workload
@@ -123,6 +123,11 @@ class Job:
     def fullest(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> "Stage":
         """The stage whose GPUs hold most with another batch; its schedule is of a short round."""
         return fullest(self._of_one_sample, micro_batch, micro_steps, recompute)
+
+    def least_memory(self) -> Bytes:
+        """What no run can do without: states, in the stage and at the moment with most of them."""
+        stages = of_one_sample(self, lambda short, number: short.stage(number, 1))
+        return max(stage.timeline().most(*STATES) for stage in stages)
 
     def lacks(self) -> tuple[str, ...]:
         """What the stack lacks of it, a text each; nothing where that is not known."""
@@ -290,7 +295,7 @@ def layers_by_cost(share: Workload) -> list[int]:
 
 
 def chunks_of(share: Workload, stage: int, counts: Sequence[int] = ()) -> list[list[Block]]:
-    """The blocks of each chunk of a stage, of so many layers, or of equal numbers.
+    """The blocks of each chunk of a stage, of `counts` layers, or of equal numbers.
 
     Raises OptionError for a model without layers.
     """

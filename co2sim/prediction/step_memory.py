@@ -226,7 +226,11 @@ class StepMemory:
             memory = self._fullest(job, self._jobs.setdefault(key, job)).memory()
         except Co2simError:  # a cluster that cannot hold them, a batch that they do not divide
             return
-        low = memory_ends(memory, job.stack.name)[0] if job.cluster.backend == "nccl" else None
+        low = (
+            memory_ends(memory["total"], job.stack.name, job.least_memory())[0]
+            if job.cluster.backend == "nccl"
+            else None
+        )
         yield Change(options, memory, memory_fit(memory["total"], self.room, low))
 
     @property

@@ -181,8 +181,8 @@ def _pyarrow() -> tuple[Any, Any]:
 
 MEMORY_ITEMS = (
     *("parameters", "gradients", "unreduced", "optimizer", "gathered", "bucket", "secondary"),
-    *("outer", "casts", "activations", "checkpoints", "logits", "workspace"),
-    *("fragmentation", "nccl", "context", "total"),
+    *("outer", "casts", "activations", "checkpoints", "logits", "outputs", "workspace"),
+    *("reduction", "update", "cached", "fragmentation", "nccl", "context", "total"),
 )
 """Of every strategy here; `_OTHER` is the sum of what others keep."""
 _OTHER = "other"
