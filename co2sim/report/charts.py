@@ -207,6 +207,7 @@ _OF_ITEMS = {
     "parameters": "#54278F",
     "gradients": "#807DBA",
     "optimizer": "#BCBDDC",
+    "update": "#6A51A3",
     "secondary": "#3F007D",
     "outer": "#DADAEB",
     "activations": "#4F6B1A",
