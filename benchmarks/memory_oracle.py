@@ -1,7 +1,7 @@
 """Peak memory of training as PyTorch's own trackers have it: fake tensors and ranks, no GPU.
 
-    python benchmarks/memory_oracle.py                  # 10 minutes
-    python benchmarks/memory_oracle.py --only zero1     # rows whose texts hold this; the rest stays
+    python benchmarks/memory_oracle.py                  # 15 minutes on two cores
+    python benchmarks/memory_oracle.py --only zero1     # rows with this input; the rest stays
     python benchmarks/memory_oracle.py --row 7 --alive  # one row, and what is alive at its peak
     python benchmarks/memory_oracle.py --quick          # two rows; keeps nothing
 
@@ -40,6 +40,8 @@ GPT2_XL = Shape("gpt2", 1600, 25, 25, 6400, 12, 50257, 1024)
 VIT_L = Shape("vit", 1024, 16, 16, 4096, 24, 1000, 196)
 ALL = ("none", "selective", "full")
 ENDS = ("none", "full")
+SYNC = ("each", "last")
+RULES = ("adamw_fused", "adamw_foreach", "sgd", "sgd_momentum", "adamw_8bit")
 
 
 def grid(base: Setting, **axes: Sequence[Any]) -> Iterator[Setting]:
@@ -51,82 +53,99 @@ def grid(base: Setting, **axes: Sequence[Any]) -> Iterator[Setting]:
 
 
 def _fsdp() -> Iterator[Setting]:
-    llama = Setting(LLAMA_8B, "fsdp2", ranks=64, samples=2)
+    """FSDP2 of Llamas: `wide` has its peak at the loss, `small` in a layer's backward pass."""
+    wide = Setting(LLAMA_8B, "fsdp2", ranks=64, samples=2)
     small = Setting(replace(LLAMA_8B, vocabulary=32000), "fsdp2", ranks=8, samples=1)
-    titan = replace(llama, units="torchtitan")
-    yield from grid(llama, ranks=(8, 64, 512), recompute=ALL)
-    yield from grid(llama, samples=(1, 4, 8), recompute=ENDS)
-    yield from grid(llama, loss=("in_place", "chunked"), recompute=ENDS, samples=(4,))
-    yield from grid(llama, reshard=(False,), recompute=ALL)
-    yield from grid(small, recompute=ALL)
+    titan = replace(wide, units="torchtitan")
+    yield from grid(wide, ranks=(8, 512), recompute=ALL)
+    yield from grid(wide, samples=(1, 8), recompute=ENDS)
+    yield from grid(wide, loss=("in_place", "chunked"), recompute=ALL, samples=(4,))
+    yield from grid(wide, reshard=(False,), recompute=ENDS)
+    yield from grid(small, ranks=(8, 64, 256), recompute=ALL)
+    yield from grid(small, reshard=(False,), loss=("in_place",), recompute=ALL)
     yield from grid(small, shape_tokens=(2048,), samples=(4, 8))
     yield from grid(small, shape_norm=("eager",), recompute=ENDS)
     yield from grid(small, shape_gqa=("native",), recompute=ALL)
-    yield from grid(titan, recompute=ALL, ranks=(8, 64))
+    yield from grid(titan, recompute=ALL, ranks=(8,))
+    yield from grid(titan, recompute=ALL, loss=("in_place",))
     yield from grid(titan, reshard=(False,), loss=("eager", "in_place"))
-    yield from grid(titan, micro_steps=(4,), gradient_sync=("each", "last"))
-    yield from grid(llama, micro_steps=(2, 4), gradient_sync=("each", "last"), ranks=(32,))
-    yield from grid(small, micro_steps=(2,), gradient_sync=("each", "last"), recompute=("full",))
-    rules = ("adamw_fused", "adamw_foreach", "sgd", "sgd_momentum", "adamw_8bit")
-    yield from grid(small, optimizer=rules, shape_tokens=(512,), shape_layers=(16,))
-    yield from grid(llama, optimizer=("adamw_foreach", "adamw_8bit"), recompute=("full",))
-    yield from grid(replace(llama, shape=LLAMA_1B), samples=(4,), recompute=ALL, ranks=(16,))
-    yield from grid(replace(llama, shape=LLAMA_70B), samples=(1,), recompute=ALL, ranks=(256,))
+    small_titan = replace(small, units="torchtitan", loss="in_place")
+    yield from grid(small_titan, micro_steps=(4,), gradient_sync=SYNC, recompute=ENDS)
+    yield from grid(wide, micro_steps=(2,), gradient_sync=SYNC, ranks=(32,))
+    yield from grid(small, micro_steps=(2, 4), gradient_sync=SYNC, recompute=("full",))
+    yield from grid(small, optimizer=RULES, shape_tokens=(512,), shape_layers=(16,))
+    yield from grid(replace(wide, shape=LLAMA_1B), samples=(4,), recompute=ALL, ranks=(16,))
+    yield from grid(replace(wide, shape=LLAMA_70B), samples=(1,), recompute=ALL, ranks=(256,))
 
 
-def _others() -> Iterator[Setting]:
+def _encoders() -> Iterator[Setting]:
+    """FSDP2 of networks with biases, and HSDP."""
     gpt2 = Setting(GPT2_XL, "fsdp2", ranks=32, samples=8)
     vit = Setting(VIT_L, "fsdp2", ranks=16, samples=64)
     yield from grid(gpt2, recompute=ALL)
-    yield from grid(gpt2, loss=("in_place", "chunked"), recompute=("full",))
+    yield from grid(gpt2, loss=("in_place", "chunked"), recompute=ENDS)
     yield from grid(gpt2, reshard=(False,), samples=(2, 8))
+    deep = replace(gpt2, shape=replace(GPT2_XL, layers=48, tokens=256), ranks=8, samples=1)
+    yield from grid(deep, optimizer=RULES, recompute=("full",), loss=("in_place",))
     yield from grid(vit, recompute=ALL)
-    yield from grid(vit, micro_steps=(2,), gradient_sync=("each", "last"), samples=(32,))
+    yield from grid(vit, micro_steps=(2,), gradient_sync=SYNC, samples=(32,))
+    yield from grid(vit, shape_width=(1280,), shape_layers=(32,), shape_mlp=(5120,), samples=(8,))
     llama = Setting(LLAMA_8B, "hsdp", ranks=64, samples=2, shard=8)
-    yield from grid(llama, recompute=ALL)
+    small = replace(llama, shape=replace(LLAMA_8B, vocabulary=32000), samples=1)
+    yield from grid(small, recompute=ALL)
     yield from grid(llama, ranks=(512,), shard=(64,), recompute=ENDS)
-    yield from grid(llama, ranks=(16,), micro_steps=(4,), gradient_sync=("each", "last"))
+    yield from grid(small, ranks=(16,), micro_steps=(4,), gradient_sync=SYNC, recompute=ENDS)
     yield from grid(llama, ranks=(16,), reshard=(False,), units=("torchtitan",))
-    yield from grid(replace(gpt2, strategy="hsdp", shard=16), recompute=ENDS)
+    yield from grid(replace(gpt2, strategy="hsdp", shard=16), recompute=ENDS, loss=("in_place",))
 
 
 def _replicas() -> Iterator[Setting]:
+    """DDP and ZeRO-1."""
     llama = Setting(LLAMA_1B, "ddp", ranks=8, samples=1)
     gpt2 = Setting(GPT2_XL, "ddp", ranks=64, samples=8)
     vit = Setting(VIT_L, "ddp", ranks=16, samples=64)
-    yield from grid(llama, recompute=ALL, bucket_view=(False, True))
+    yield from grid(llama, recompute=ALL)
+    yield from grid(llama, recompute=ENDS, bucket_view=(True,), loss=("in_place",))
     yield from grid(llama, samples=(4, 8), loss=("in_place",))
-    yield from grid(llama, micro_steps=(2, 4), bucket_view=(False, True))
-    rules = ("adamw_foreach", "sgd", "adamw_8bit")
-    yield from grid(gpt2, optimizer=rules, samples=(1,))
+    yield from grid(llama, micro_steps=(2,), gradient_sync=SYNC, bucket_view=(False, True))
+    yield from grid(llama, shape_tokens=(512,), loss=("in_place",), bucket_view=(False, True))
+    yield from grid(gpt2, optimizer=RULES, samples=(1,))
     yield from grid(gpt2, recompute=ENDS, bucket_view=(True,))
-    yield from grid(vit, recompute=ENDS)
+    yield from grid(gpt2, recompute=ENDS, bucket_view=(True,), micro_steps=(4,), gradient_sync=SYNC)
+    yield from grid(vit, recompute=ALL)
     zero = replace(llama, strategy="zero1")
-    yield from grid(zero, ranks=(8, 128), recompute=ENDS)
-    yield from grid(zero, bucket_view=(True,), micro_steps=(1, 4))
-    yield from grid(zero, optimizer=("adamw_foreach",), samples=(1, 4))
+    yield from grid(zero, recompute=ALL)
+    yield from grid(zero, ranks=(128,), loss=("in_place",), recompute=ENDS)
+    yield from grid(zero, bucket_view=(True,), loss=("in_place",))
+    yield from grid(zero, micro_steps=(4,), gradient_sync=SYNC, loss=("in_place",))
+    yield from grid(zero, optimizer=("adamw_foreach",), shape_tokens=(512,), loss=("in_place",))
     yield from grid(replace(gpt2, strategy="zero1"), recompute=ALL)
 
 
 def _tensors() -> Iterator[Setting]:
+    """Tensor parallelism, alone and inside FSDP2."""
     base = Setting(LLAMA_8B, "tp", ranks=8, samples=2, tp=8)
     rows = replace(base, sequence_parallel=True, loss_parallel=True)
+    short = replace(rows, shape=replace(LLAMA_8B, vocabulary=32000, tokens=1024), samples=1)
     yield from grid(base, recompute=ALL)
     yield from grid(rows, recompute=ALL)
     yield from grid(base, loss_parallel=(True,), samples=(1, 4))
     yield from grid(rows, loss_parallel=(False,), samples=(1,))
+    yield from grid(short, optimizer=("adamw_fused", "adamw_foreach"), recompute=ENDS)
     yield from grid(rows, micro_steps=(2,), optimizer=("adamw_foreach",))
     both = replace(rows, strategy="fsdp2+tp", ranks=64)
+    short = replace(short, strategy="fsdp2+tp", ranks=64)
     yield from grid(both, recompute=ALL)
     yield from grid(both, units=("torchtitan",), recompute=ALL)
     yield from grid(both, units=("torchtitan",), reshard=(False,), samples=(1, 4))
     yield from grid(both, sequence_parallel=(False,), tp=(2, 4), ranks=(32,))
-    yield from grid(both, micro_steps=(2,), gradient_sync=("each", "last"), ranks=(512,))
+    yield from grid(short, recompute=ALL, tp=(2, 8))
+    yield from grid(short, micro_steps=(2,), gradient_sync=SYNC, ranks=(512,))
 
 
 def settings() -> list[Setting]:
     """All of them, in the order of the table."""
-    return [*_fsdp(), *_others(), *_replicas(), *_tensors()]
+    return [*_fsdp(), *_encoders(), *_replicas(), *_tensors()]
 
 
 def inputs(setting: Setting) -> dict[str, Any]:
@@ -174,16 +193,16 @@ def print_alive(alive: Sequence[Alive]) -> None:
 
 
 def _kept(path: Path, every: Sequence[Setting]) -> dict[int, dict[str, Any]]:
-    """Rows of an earlier run that are still in the list, by their number."""
+    """Rows of an earlier run with this torch that are still in the list, by their number."""
     if not path.exists():
         return {}
-    texts = [{name: str(value) for name, value in inputs(one).items()} for one in every]
+    numbers = {tuple(map(str, inputs(one).values())): n for n, one in enumerate(every)}
     found = {}
     with path.open(newline="") as file:
         for old in csv.DictReader(file):
-            number = int(old["row"])
-            if number < len(texts) and texts[number].items() <= old.items():
-                found[number] = dict(old)
+            number = numbers.get(tuple(old[name] for name in inputs(every[0])))
+            if number is not None and old["torch"] == torch.__version__:
+                found[number] = {**old, "row": number}
     return found
 
 
@@ -191,12 +210,27 @@ def _options() -> argparse.Namespace:
     command = parser(__doc__, "two rows")
     command.add_argument("--row", type=int, help="one row, in this process: its JSON")
     command.add_argument("--alive", action="store_true", help="with --row: what is alive")
-    command.add_argument("--only", help="rows with this text in one of their inputs")
+    command.add_argument("--only", help="rows with this among their inputs")
     command.add_argument("--jobs", type=int, default=2, choices=range(1, 65), metavar="1-64")
     options = command.parse_args()
     if options.row is not None and not 0 <= options.row < len(settings()):
         command.error(f"--row {options.row}: there are rows 0 to {len(settings()) - 1}")
+    if options.only and not _chosen(options.only):
+        command.error(f"--only {options.only}: no row has this among its inputs")
     return options
+
+
+def _chosen(text: str) -> list[int]:
+    """Numbers of the rows with an input of this text."""
+    return [n for n, one in enumerate(settings()) if text in map(str, inputs(one).values())]
+
+
+def _write(path: Path, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    ordered = [rows[number] for number in sorted(rows)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ordered[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(ordered)
 
 
 def main() -> None:
@@ -212,15 +246,12 @@ def main() -> None:
     if options.quick:
         numbers = [next(n for n in numbers if every[n].shape.family == name) for name in QUICK]
     elif options.only:
-        numbers = [n for n in numbers if options.only in map(str, inputs(every[n]).values())]
+        numbers = _chosen(options.only)
     with folder(options) as out:
         rows = {} if options.quick else _kept(out / NAME, every)
         for found in run(numbers, every, options.jobs):
             rows[found["row"]] = found
-        with (out / NAME).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[numbers[0]]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows[number] for number in sorted(rows))
+            _write(out / NAME, rows)
     shown = ("family", "strategy", "recompute", "ranks", "peak_bytes", "moment")
     print(table([{name: str(rows[number][name]) for name in shown} for number in numbers]))
     print(f"\n{made_by()}")

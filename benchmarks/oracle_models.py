@@ -4,6 +4,7 @@ Tensors have no data. Where a CUDA kernel allocates less than what torch runs on
 kernel is asked for by its name (attention), or written as its allocations (RMSNorm).
 """
 
+# mypy: allow-untyped-calls
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -196,6 +197,23 @@ class BiasedLayer(nn.Module):
         return cast("Tensor", x + self.down(functional.gelu(self.up(self.norm2(x)))))
 
 
+class Output(nn.Module):
+    """The last norm and the head.
+
+    They are one unit of FSDP in torchtitan, which shards the list of both. The tracker would run
+    the hooks of a list for each of its modules, and so gather and reduce twice.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = RMSNorm(shape.width, shape.norm)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits; with `labels` the loss, in chunks."""
+        return _head(self.head, self.norm(x), labels)
+
+
 class Llama(nn.Module):
     """A Llama: RMSNorm, grouped-query attention, SwiGLU, a head of its own."""
 
@@ -204,8 +222,7 @@ class Llama(nn.Module):
         self.dim = shape.width // shape.heads
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.width, shape.norm)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.output = Output(shape)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Logits; with `labels` the loss, in chunks."""
@@ -213,7 +230,7 @@ class Llama(nn.Module):
         cos, sin = (x.new_empty((ids.shape[1], self.dim)) for _ in range(2))
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return _head(self.head, self.norm(x), labels)
+        return cast("Tensor", self.output(x, labels))
 
 
 class GPT2(nn.Module):

@@ -4,6 +4,7 @@ The tracker is PyTorch's own; what is added is at which moment the peak is, the 
 and the tensors that are there. `_without_data` says what of torch must stand aside for it, and why.
 """
 
+# mypy: allow-untyped-calls
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,7 +81,6 @@ class Setting:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     bucket_view: bool = False
-    bucket_mib: int = 25
 
     @property
     def sharded(self) -> bool:
@@ -92,6 +92,9 @@ class Setting:
         """Whether DDP trains it: parameters in fp32, products in bf16 by autocast."""
         return self.strategy in {"ddp", "zero1"}
 
+
+LOSS_BACKWARD = "backward of the loss"
+"""The phase before the first module's backward pass."""
 
 Alive = tuple[int, str, str]
 """Bytes, the tracker's kind, and the phase, module and operator that made it."""
@@ -121,6 +124,8 @@ class Moments(MemTracker):
     def place(self) -> tuple[str, str, str]:
         """The phase, the innermost module, and the operator that ran last."""
         inside = max(self._mod_tracker.parents, key=len, default="")
+        if self.phase == LOSS_BACKWARD and inside not in {"", "Global"}:
+            self.phase = "backward"  # of the first module
         return self.phase, inside.replace("._checkpoint_wrapped_module", ""), self.op
 
     def _update_snap(self, u_type: Any, winfo: Any, *rest: Any, **named: Any) -> None:
@@ -144,9 +149,10 @@ class Moments(MemTracker):
         before = max(self._peak_mem.values(), default=0)
         super()._update_peak_stats(peak_state)
         now = max((snap["Total"] for snap in self._curr_mem_snap.values()), default=0)
+        place = self.place()
         self.phases[self.phase] = max(self.phases[self.phase], now)
         if now > before:
-            self.moment = self.place()
+            self.moment = place
             if self.detailed:
                 self.alive = tuple(
                     (info.mem_consumed, info.reftype.value, self.origins.get(id(info), "before"))
@@ -187,9 +193,10 @@ class ShardedMoments(Moments, FSDPMemTracker):
 
 
 class _Reducer:
-    """DDP's reducer, which keeps the buckets of its first step.
+    """DDP's reducer, which keeps the one bucket of its first step.
 
-    Rebuilding orders them by the first backward pass, for which it reads tensors; their bytes stay.
+    Later steps have buckets of 25 MiB in the order of the first backward pass, for which torch
+    reads tensors. Together they have the same bytes, and are there all the time.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -261,7 +268,7 @@ def _shard(model: Any, setting: Setting, mesh: DeviceMesh) -> None:
     for layer in model.layers:
         divide(layer, reshard_after_forward=setting.reshard)
     if setting.units == "torchtitan":
-        divide([model.norm, model.head], reshard_after_forward=False)
+        divide(model.output, reshard_after_forward=False)
     divide(model)
 
 
@@ -275,16 +282,16 @@ def _divide_tensors(model: Any, setting: Setting, mesh: DeviceMesh) -> None:
         mesh,
         {
             "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "head": ColwiseParallel(
+            "output.head": ColwiseParallel(
                 input_layouts=between,
                 output_layouts=divided,
                 use_local_output=not setting.loss_parallel,
             ),
         }
-        | ({"norm": SequenceParallel()} if rows else {}),
+        | ({"output.norm": SequenceParallel()} if rows else {}),
     )
     if not rows:
-        distribute_module(model.norm, mesh)
+        distribute_module(model.output.norm, mesh)
     for layer in model.layers:
         plan: dict[str, Any] = {
             "attention.q": ColwiseParallel(),
@@ -339,11 +346,13 @@ def build(setting: Setting, mesh: DeviceMesh, tensors: DeviceMesh, tracked: list
     replica: Any = DistributedDataParallel(
         model,
         gradient_as_bucket_view=setting.bucket_view,
-        bucket_cap_mb=setting.bucket_mib,
     )
     replica.reducer = _Reducer(replica.reducer)
 
-    def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         del state  # divides in place, as the hook that DDP has without one
         kind = tracked[0]._ref_class  # noqa: SLF001
         tracked[0]._update_and_maybe_create_winfos(  # noqa: SLF001
@@ -391,14 +400,14 @@ def _step(setting: Setting, model: Any, track: Moments) -> None:
         reduced = index == setting.micro_steps - 1 or setting.gradient_sync == "each"
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(reduced)
-        quiet = setting.replicated and index < setting.micro_steps - 1
+        quiet = setting.replicated and not reduced
         scope: AbstractContextManager[Any] = model.no_sync() if quiet else nullcontext()
         ruled = loss_parallel() if setting.loss_parallel else nullcontext()
         with scope, ruled:
             inputs, labels = _batch(setting)
             track.phase = "forward"
             loss = _forward(setting, model, inputs, labels, track)
-            track.phase = "backward"
+            track.phase = LOSS_BACKWARD
             loss.backward()
             del loss, inputs, labels
         track.reset_mod_stats()
@@ -457,8 +466,6 @@ def measure(
     dist.destroy_process_group()
     kinds = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
     phase, module, op = track.moment
-    if phase == "backward" and module == "Global":
-        phase = "backward of the loss"
     found: dict[str, Any] = {"parameters": count, "peak_bytes": kinds.pop("Total")}
     if allocator:
         found["reserved_bytes"] = reserved(track.events)
@@ -469,6 +476,7 @@ def measure(
     if isinstance(track, ShardedMoments):
         found["unsharded_gradients_bytes"] += track.whole_gradients
         found["temporaries_bytes"] -= track.whole_gradients
+    track.phases["backward"] = max(track.phases["backward"], track.phases[LOSS_BACKWARD])
     for name in ("forward", "loss", "backward", "optimizer"):
         found[f"peak_{name}_bytes"] = track.phases[name]
     return found, track.alive

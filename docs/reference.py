@@ -11,6 +11,7 @@ import typer
 
 from co2sim.catalog import names
 from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
+from co2sim.catalog.specs import SCANS
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
@@ -22,7 +23,18 @@ from co2sim.studies.table import sortable
 
 PROGRAMS = {"co2sim": "co2sim", "realrun": "realrun", "co2analysis": "analysis"}
 """Programs, and their packages."""
-TABLES = (Cluster, GPU, Link, Tier, Failures, SizedFailures, Stack, Transformer, Experts)
+TABLES = (
+    Cluster,
+    GPU,
+    Link,
+    Tier,
+    Failures,
+    SizedFailures,
+    Stack,
+    Transformer,
+    Experts,
+    *SCANS.values(),
+)
 """What a file says, by table."""
 
 _COMMAND = re.compile(r"^(?:\$ )?((?:co2sim|realrun|co2analysis) .*?)(?: +# .*)?$", re.MULTILINE)

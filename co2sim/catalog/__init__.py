@@ -1,6 +1,5 @@
 """Clusters, GPUs and models by name or file, with overrides and the source of every number."""
 
-import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from co2sim.catalog.facts import (
     default_price,
     facts,
     is_file,
+    is_source,
     key_of,
     names,
     override,
@@ -22,7 +22,7 @@ from co2sim.catalog.facts import (
     put_rates,
     read,
     read_defaults,
-    read_table,
+    usual_sequence,
 )
 from co2sim.common.errors import CatalogError, OptionError
 from co2sim.common.errors import given as shown
@@ -290,12 +290,18 @@ def _apply(
 
 
 def _of_model(reference: str) -> Tree:
+    if is_source(reference):
+        from co2sim.catalog.own_models import traced_tree  # noqa: PLC0415 - of few models
+
+        return traced_tree(reference)
     tree = read("models", reference)
     if "format" in tree:
         return tree
     if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
-        from co2sim.catalog import huggingface  # noqa: PLC0415 - of few models
+        from co2sim.catalog import huggingface, own_models  # noqa: PLC0415 - of few models
 
+        if not huggingface.is_known(tree) and own_models.can_trace(tree.get("model_type")):
+            return own_models.transformers_tree(tree, reference)
         tree = _at_usual_length(huggingface.convert(tree, reference), reference)
     tree.setdefault("name", reference)
     return tree
@@ -312,9 +318,7 @@ def _at_usual_length(tree: Tree, reference: str) -> Tree:
         return tree
     longest = tree["seq_len"]["value"]
     named = {"name": reference, **tree}
-    size = math.log(_built(ModelSpec, {"model": plain(named)}, reference).parameters)
-    rows = read_table("batches")["sequence"]
-    like = min(rows, key=lambda row: abs(math.log(row["parameters"]) - size))
+    like = usual_sequence(_built(ModelSpec, {"model": plain(named)}, reference).parameters)
     if like["tokens"] >= longest:
         return tree
     why = f"as {like['name']} was trained ({like['source']}); the model allows {longest:,}"
@@ -426,7 +430,7 @@ def _optimizer(reference: str | Contents, overrides: Mapping[str, str]) -> Entry
     return Entry(replace(made, others=others), stated)
 
 
-_KINDS = {"transformer", "vit", "blocks"}
+_KINDS = {"transformer", "vit", "dit", "blocks"}
 _NO_NAMES = {"[key]", "[number]", "[table]"}
 """Parts of a place that stand in no file: pydantic's, and the tags of `specs`."""
 
@@ -436,14 +440,18 @@ def _where(location: Place) -> str:
     parts = [str(part) for part in location if part not in _NO_NAMES]
     if parts[:1] == ["model"]:
         parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
+        if parts[:1] == ["scan"]:
+            del parts[1:2]  # its kind
     return ".".join(parts)
 
 
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
-    from co2sim.catalog.specs import ClusterSpec, TransformerSpec  # noqa: PLC0415
+    from co2sim.catalog.specs import SCANS, ClusterSpec, TransformerSpec  # noqa: PLC0415
 
     problem = error.errors(include_url=False)[0]
     if problem["type"].startswith("union_tag"):
+        if "scan" in problem["loc"]:
+            return f"scan.kind must be one of {', '.join(SCANS)}"
         return (
             f"kind must be one of {', '.join(sorted(_KINDS))}; a model is such a TOML file, or a"
             " config.json of Hugging Face (the file of a trainer is neither)"

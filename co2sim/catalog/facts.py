@@ -4,6 +4,7 @@ And published prices, and carbon of grids, which clusters name.
 """
 
 import datetime as dt
+import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -110,10 +111,6 @@ def read(kind: Kind, reference: str) -> Tree:
             " known (a file of yours: give its path, ending in .toml or .json)"
         )
     path = Path(reference)
-    if kind == "models" and is_source(reference):
-        from co2sim.catalog.own_models import traced_tree  # noqa: PLC0415 - of few models
-
-        return traced_tree(reference)
     if kind == "models" and is_regular(path / "config.json"):
         path = path / "config.json"
     if is_file(reference) or path != Path(reference):
@@ -141,6 +138,12 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def usual_sequence(parameters: float) -> Tree:
+    """What is known of the sequences that models of about that size are trained on."""
+    rows: list[Tree] = read_table("batches")["sequence"]
+    return min(rows, key=lambda row: abs(math.log(row["parameters"] / max(1, parameters))))
 
 
 def read_defaults() -> Tree:

@@ -126,7 +126,10 @@ _REFUSED = {
     ),
     "layers that share keys and values are not modelled": ("num_kv_shared_layers",),
     "attention within chunks of a sequence is not modelled": ("attention_chunk_size",),
-    "layers without attention are not modelled": ("linear_num_key_heads", "mamba_d_state"),
+    "layers without attention are not read: write the model as TOML, with [scan]": (
+        "linear_num_key_heads",
+        "mamba_d_state",
+    ),
     "norms of queries and keys with biases are not modelled": ("qk_layernorm",),
     "a model without its last norm is not modelled": ("_remove_final_layer_norm",),
 }
@@ -215,6 +218,11 @@ class _Config:
         return CatalogError(f"{self.path}: {message}")
 
 
+def is_known(values: Mapping[str, Any]) -> bool:
+    """Whether `convert` reads the model type of a config."""
+    return values.get("model_type") in {*FAMILIES, *_ALIASES, *_WRAPPED}
+
+
 def convert(values: Mapping[str, Any], path: str) -> Tree:
     """The model tree of a config. Raises CatalogError for what is not modelled."""
     model_type = values.get("model_type")
@@ -232,7 +240,8 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
     if kind not in FAMILIES:
         raise CatalogError(
             f"{path}: model_type {shown(model_type)} is not known; known:"
-            f" {', '.join(sorted({*FAMILIES, *_ALIASES, *_WRAPPED}))} (or write the model as TOML)"
+            f" {', '.join(sorted({*FAMILIES, *_ALIASES, *_WRAPPED}))} (or write the"
+            " model as TOML, or install torch and transformers, whose class is then traced)"
         )
     config = _Config(values, path, kind)
     tree = _body(config) | (_vision(config) if kind == "vit" else _language(config))

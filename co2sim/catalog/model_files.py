@@ -14,13 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from co2sim.common.errors import CatalogError, Co2simError, ScheduleError, cut, given
 from co2sim.common.validation import first_problem
 from co2sim.models.operators import AnyOperator, Block, Model, plain_block
-from co2sim.models.transformer import (
-    Experts,
-    LatentAttention,
-    Transformer,
-    language_model,
-    vision_transformer,
-)
+from co2sim.models.scan import ChunkProduct
+from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
+from co2sim.models.vision import vision_transformer
 
 FORMAT = 1
 """What is written; objects without a format are of records before there were operators."""
@@ -50,7 +46,7 @@ class _Block(_Strict):
     boundary: float = 0.0
 
 
-_Operator = Annotated[AnyOperator, Field(discriminator="kind")]
+_Operator = Annotated[AnyOperator | ChunkProduct, Field(discriminator="kind")]
 _OPERATORS: TypeAdapter[tuple[AnyOperator, ...]] = TypeAdapter(
     tuple[_Operator, ...], config=ConfigDict(extra="forbid")
 )
@@ -152,16 +148,16 @@ def _read(tree: Mapping[str, Any]) -> Model:
         raise CatalogError(
             f"a model's format is {given(tree['format'])}; this version reads {FORMAT}"
         )
-    found = _Model.model_validate(tree)
-    lists = [_OPERATORS.validate_python(operators) for operators in found.operators]
-    for block in found.blocks:
+    parsed = _Model.model_validate(tree)
+    lists = [_OPERATORS.validate_python(operators) for operators in parsed.operators]
+    for block in parsed.blocks:
         if block.operators >= len(lists):
             raise CatalogError(
                 f"operators of block {given(block.name)} is {block.operators}; the model has"
                 f" {len(lists)} lists of them, from 0"
             )
-    blocks = tuple(Block(one.name, lists[one.operators], one.boundary) for one in found.blocks)
-    return Model(found.name, blocks, found.tokens, found.unit, found.divisible, found.assumed)
+    blocks = tuple(Block(b.name, lists[b.operators], b.boundary) for b in parsed.blocks)
+    return Model(parsed.name, blocks, parsed.tokens, parsed.unit, parsed.divisible, parsed.assumed)
 
 
 def _check_numbers(name: str, node: object) -> None:
@@ -172,7 +168,7 @@ def _check_numbers(name: str, node: object) -> None:
         if isinstance(node, Mapping):
             todo += node.items()
         elif isinstance(node, list | tuple):
-            todo += [(name, one) for one in node]
+            todo += [(name, item) for item in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
             least = int(name in _FROM_ONE)
             if not least <= node <= _LARGEST:
@@ -189,13 +185,13 @@ def _of_old(tree: Mapping[str, Any]) -> Model:
         return made
     blocks = (
         plain_block(
-            one.name,
-            (*one.tensors, *one.experts),
-            one.flops,
-            one.activation_bytes,
-            one.boundary_bytes,
+            block.name,
+            (*block.tensors, *block.experts),
+            block.flops,
+            block.activation_bytes,
+            block.boundary_bytes,
         )
-        for one in old.blocks
+        for block in old.blocks
     )
     return Model(old.name, tuple(blocks), old.tokens, old.unit)
 
@@ -222,8 +218,8 @@ def _body(values: dict[str, Any]) -> Transformer:
 def _alike(model: Model, old: _OldModel) -> bool:
     """Whether the blocks that the record states are those of the network."""
     return (model.name, model.tokens, model.unit) == (old.name, old.tokens, old.unit) and all(
-        one.name == block.name
-        and sum(one.tensors) + sum(one.experts) == block.parameters
-        and math.isclose(one.flops, block.flops, rel_tol=_ENOUGH)
-        for one, block in zip(old.blocks, model.blocks, strict=True)
+        before.name == block.name
+        and sum(before.tensors) + sum(before.experts) == block.parameters
+        and math.isclose(before.flops, block.flops, rel_tol=_ENOUGH)
+        for before, block in zip(old.blocks, model.blocks, strict=True)
     )

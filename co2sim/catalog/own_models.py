@@ -1,11 +1,14 @@
 """Models of a user's own: the module that a Python file builds, or a file written of one."""
 
+import json
 import os
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from co2sim.catalog.facts import Fact, Tree
+from co2sim.catalog.facts import Fact, Tree, usual_sequence
 from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common.errors import CatalogError
 from co2sim.models.operators import Model
@@ -29,8 +32,8 @@ def from_torch(build: "Build", batch: "Batch", loss: "Loss | None" = None, name:
     from co2sim.models.from_torch import trace  # noqa: PLC0415 - it imports torch
     from co2sim.models.traced import model_of  # noqa: PLC0415 - only of traces
 
-    found = trace(build, batch, loss)
-    return model_of(found, name or found.modules[0].kind)
+    step = trace(build, batch, loss)
+    return model_of(step, name or step.modules[0].kind)
 
 
 def traced_tree(reference: str) -> Tree:
@@ -42,21 +45,32 @@ def traced_tree(reference: str) -> Tree:
     return _kept(load_build, reference, name, _changed(f"{path.removesuffix('.py')}.py"))
 
 
-def transformers_tree(folder: str) -> Tree:
-    """What a file would say of the class of transformers that a `config.json` names."""
-    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
-
-    path = Path(folder)
-    path = path.parent if path.suffix == ".json" else path
-    return _kept(load_config, folder, path.resolve().name, _changed(str(path / "config.json")))
-
-
 def _changed(path: str) -> float:
     """When a file was written last; 0 where there is none."""
     try:
         return os.stat(path).st_mtime  # noqa: PTH116 - Path.stat raises more
     except (OSError, ValueError):
         return 0.0
+
+
+def can_trace(model_type: object) -> bool:
+    """Whether a class of transformers for a type of models is installed."""
+    installed = all(find_spec(name) for name in ("torch", "transformers"))
+    return installed and model_type in import_module("transformers").CONFIG_MAPPING
+
+
+def transformers_tree(config: Tree, reference: str) -> Tree:
+    """What a file would say of the class of transformers that a `config.json` names."""
+    path = Path(reference).resolve()
+    name = path.parent.name if path.name == "config.json" else path.stem
+    return _kept(_of_config, json.dumps(config), name, 0.0)
+
+
+def _of_config(text: str) -> "Source":
+    """With a sequence as models of its size are trained on."""
+    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
+
+    return load_config(text, lambda parameters: int(usual_sequence(parameters)["tokens"]))
 
 
 @lru_cache(maxsize=_MOST_TRACED)

@@ -32,6 +32,7 @@ from pydantic import (
 
 from co2sim.catalog.facts import Tree
 from co2sim.common.errors import OptionError, UnitError
+from co2sim.common.errors import given as shown
 from co2sim.common.units import Unit, parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
@@ -49,17 +50,21 @@ from co2sim.hardware.cluster import (
 )
 from co2sim.hardware.contract import Contract
 from co2sim.hardware.failures import Failures, SizedFailures
+from co2sim.models.delta_rule import DeltaRule
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.optimizer import Optimizer
+from co2sim.models.scan import Scan
+from co2sim.models.ssd import SSD
 from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.transformer import (
+    LETTERS,
     Bias,
     Experts,
     LatentAttention,
     Transformer,
     language_model,
-    vision_transformer,
 )
+from co2sim.models.vision import diffusion_transformer, vision_transformer
 
 
 def number(quantity: Quantity) -> BeforeValidator:
@@ -320,12 +325,43 @@ OptimizerSpec = _spec(Optimizer, _Built, others=(None, None))
 """`optimizers/*.toml`; what `others` names or says is made apart."""
 
 
+SCANS: Mapping[str, type[Scan]] = {"ssd": SSD, "delta_rule": DeltaRule}
+"""Kinds of layers without attention, of which each has a file: `scan` of a model."""
+
+_Scan: Any = Annotated[
+    Union[tuple(_spec(kind, _Built) for kind in SCANS.values())],  # noqa: UP007 - of a list
+    Discriminator("kind"),
+]
+
+
 class _Layers(_Built):
     name: str
     parameters: Natural = 0
 
     @model_validator(mode="after")
+    def _parts_are_there(self: Any) -> Any:
+        if (wrong := set(self.pattern) - set(LETTERS)) or len(self.pattern) not in {0, self.layers}:
+            raise ValueError(
+                f"pattern is {shown(self.pattern)}; it must have a letter for each of"
+                f" {self.layers} layers, of {', '.join(LETTERS)}"
+                + (f" and not {min(wrong)}" if wrong else "")
+            )
+        scans = "M" in self.pattern or not self.pattern
+        if scans and self.scan is None and (self.pattern or self.full_every):
+            raise ValueError("scan: it is missing, and pattern or full_every need one")
+        attends = "*" in self.pattern if self.pattern else self.full_every or self.scan is None
+        if attends and not self.heads:
+            raise ValueError("heads: it must be at least 1 where layers have attention")
+        if ("-" in self.pattern or self.scan is None) and not (self.ffn or self.experts):
+            raise ValueError(
+                "ffn: it must be at least 1 where layers have neither scan nor experts"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _heads_divide(self: Any) -> Any:
+        if not self.heads:
+            return self
         if not self.head_dim and self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; give head_dim"
@@ -343,9 +379,10 @@ class _Layers(_Built):
 _LayersSpec: Any = _spec(
     Transformer,
     _Layers,
-    **dict.fromkeys(("hidden", "heads", "ffn"), (Count, ...)),
-    **dict.fromkeys(("kv_heads", "head_dim"), (Natural, 0)),
+    **dict.fromkeys(("heads", "ffn", "kv_heads", "head_dim", "full_every"), (Natural, 0)),
+    hidden=(Count, ...),
     layers=(Depth, ...),
+    scan=(_Scan | None, None),
     bias=(Bias, False),
     norms=(Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=8)], 2),
     windows=(Annotated[list[Natural], Field(max_length=10_000)], []),
@@ -400,10 +437,7 @@ class TransformerSpec(_LayersSpec):  # type: ignore[misc]  # made above
         return language_model(self.name, self.body(), tokens=self.seq_len, **options)
 
 
-class ViTSpec(_LayersSpec):  # type: ignore[misc]  # made above
-    """`kind = "vit"`: a vision transformer."""
-
-    kind: Literal["vit"]
+class _ImageSpec(_LayersSpec):  # type: ignore[misc]  # made above
     causal: bool = False
     image: Count
     patch: Count
@@ -416,9 +450,26 @@ class ViTSpec(_LayersSpec):  # type: ignore[misc]  # made above
             raise ValueError(f"image {self.image} is not a multiple of patch {self.patch}")
         return self
 
+
+class ViTSpec(_ImageSpec):
+    """`kind = "vit"`: a vision transformer."""
+
+    kind: Literal["vit"]
+
     def build(self) -> Model:
         """The model's blocks."""
         return vision_transformer(self.name, self.body(), **_given(self, vision_transformer))
+
+
+class DiTSpec(_ImageSpec):
+    """`kind = "dit"`: a diffusion transformer, on the latents of images."""
+
+    kind: Literal["dit"]
+    outputs: Count
+
+    def build(self) -> Model:
+        """The model's blocks."""
+        return diffusion_transformer(self.name, self.body(), **_given(self, diffusion_transformer))
 
 
 class BlockSpec(Spec):
@@ -458,7 +509,7 @@ class BlocksSpec(Spec):
 class ModelSpec(Spec):
     """`models/*.toml`, by kind."""
 
-    model: Annotated[TransformerSpec | ViTSpec | BlocksSpec, Field(discriminator="kind")]
+    model: Annotated[TransformerSpec | ViTSpec | DiTSpec | BlocksSpec, Field(discriminator="kind")]
 
     def build(self) -> Model:
         """Its blocks."""

@@ -9,7 +9,17 @@ import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
-from co2sim.catalog.facts import Kind, Rate, RateKind, facts, is_file, key_of, rates, read
+from co2sim.catalog.facts import (
+    Kind,
+    Rate,
+    RateKind,
+    facts,
+    is_file,
+    is_source,
+    key_of,
+    rates,
+    read,
+)
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
@@ -50,7 +60,7 @@ def list_(
     elif what in STRATEGIES:
         _print_strategy(out, what)
     elif is_file(what):
-        tree = read("models", what)
+        tree = {} if is_source(what) else read("models", what)
         fitting = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
         _print_entry(out, next(fitting, "models"), what)
     else:
@@ -126,7 +136,7 @@ def _with_range(allowed: str, bounds: str) -> str:
 
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
     counted: list[tuple[str, str, str, str]] = []
-    tree = read(kind, what)
+    tree = {} if is_source(what) else read(kind, what)
     name = str(tree.get("title", tree.get("name", "")))
     if kind in {"gpus", "stacks", "optimizers", "failures"}:
         entries: Iterable[Fact] = facts(tree)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.catalog import Entry, load_model
+from co2sim.catalog import Entry, load_model, load_stack
 from co2sim.catalog.model_files import model_to_json
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
@@ -38,23 +38,31 @@ def model(
         print_lines(console(), f"assumed: {fact.path} = {fact.value}", "")
 
 
-def _print(found: Model) -> None:
+_STACKS = ("huggingface", "torchtitan")
+"""One that fuses nothing, and one that compiles."""
+
+
+def _print(shown: Model) -> None:
     """A line for each kind of block."""
-    places = kinds(found)
-    eager, fused = (
-        Workload(model=found, compiled=compiled, keeps=keeps)
-        for compiled, keeps in ((False, ("activations", "norms", "keys")), (True, ()))
-    )
+    places = kinds(shown)
+    eager, fused = (Workload(model=shown, **load_stack(name).value.habits()) for name in _STACKS)
     rows = [
-        _row(found.blocks[place], places.count(place), place, eager, fused)
+        _row(shown.blocks[place], places.count(place), place, eager, fused)
         for place in dict.fromkeys(places)
     ]
-    size, work = f"{found.parameters:,}", scaled(found.flops_per_sample, "FLOP")
+    size, work = f"{shown.parameters:,}", scaled(shown.flops_per_sample, "FLOP")
     title = (
-        f"{found.name}: {size} parameters, {work} for a training step on a sample of"
-        f" {counted(found.tokens, found.unit)}"
+        f"{shown.name}: {size} parameters, {work} for a training step on a sample of"
+        f" {counted(shown.tokens, shown.unit)}"
     )
-    columns = ("block", "times", "parameters", "FLOP forward", "kept eager", "fused", "operations")
+    columns = (
+        "block",
+        "times",
+        "parameters",
+        "FLOP forward",
+        *(f"kept, {name}" for name in _STACKS),
+        "operations",
+    )
     print_table(console(), title, columns, rows)
 
 

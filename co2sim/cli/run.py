@@ -19,11 +19,13 @@ from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.cases import of_strategies
+from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
 
@@ -51,17 +53,25 @@ def _with_numbers(case: Question) -> Question:
 def run(
     cases: list[Question],
     goal: Goal,
+    *,
     tokens: totals.Tokens = None,
-    evidence: Annotated[  # noqa: FBT002
+    evidence: Annotated[
         bool,
         typer.Option(
             "--evidence",
             help="Add the published runs that are most like it, and where step factors are from.",
         ),
     ] = False,
-    full: options.Full = False,  # noqa: FBT002
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Add what a GPU holds over a step, and what other options would save of it.",
+        ),
+    ] = False,
+    full: options.Full = False,
     report: options.Report = None,
-    json_: options.Json = False,  # noqa: FBT002
+    json_: options.Json = False,
 ) -> None:
     """Simulate configurations: days, money, speed, memory; several strategies beside each other.
 
@@ -70,18 +80,21 @@ def run(
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
-    screen = of_strategies(cases, results, driver.resolve_auto, goal, tokens, judged)
+    screen = of_strategies(cases, results, goal, tokens, judged)
     if report:
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
         study = output.study(**about, screen=screen, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
     if json_:
-        _print_json(cases, results, judged, goal, tokens, evidence=evidence)
+        _print_json(cases, results, judged, goal, tokens, evidence=evidence, memory=memory)
         return
     print_screen(screen, output.more(full=full, files=[report]), whole=full)
     if full:
         print_lines(console(), "")
-        print_details(cases, results, driver.resolve_auto, goal, tokens)
+        print_details(cases, results, goal, tokens)
+    elif memory:
+        print_lines(console(), "")
+        print_step_memory(results, list(map(StepMemory.of, cases, results)))
     if evidence:
         print_lines(console(), "")
         for case, result in zip(cases, results, strict=True):
@@ -99,10 +112,12 @@ def _print_json(
     tokens: float | None,
     *,
     evidence: bool,
+    memory: bool,
 ) -> None:
     answers = [
         result_to_dict(case, result, goal, tokens)
         | ({"verdict": asdict(verdict)} if verdict else {})
+        | ({"step_memory": StepMemory.of(case, result).to_dict()} if memory else {})
         | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
         for case, result, verdict in zip(cases, results, judged, strict=True)
     ]

@@ -5,7 +5,7 @@ least=1)]`. `check` checks it, and a file of the catalog gives it as a text (`ca
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, pairwise
@@ -121,14 +121,24 @@ def _about_value(name: str, problem: "ErrorDetails") -> str:
     return f"{name}: {message}" if says_value else f"{name}: {message}, given {shown}"
 
 
+def _alternatives(
+    schema: dict[str, Any], definitions: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """A JSON schema, or those of which a value fits one."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rsplit("/", 1)[1]]
+    for option in schema.get("anyOf", []) + schema.get("oneOf", []):
+        yield from _alternatives(option, definitions)
+    yield schema
+
+
 def names_at(spec: "type[BaseModel]", location: Place) -> list[str]:
     """The names that the table at a place of a model may hold."""
     allowed = spec.model_json_schema()
     definitions = allowed.get("$defs", {})
     names_here: list[str] = []
     for part in location:
-        options = allowed.get("anyOf", []) + allowed.get("oneOf", []) + [allowed]
-        resolved = [definitions[o["$ref"].rsplit("/", 1)[1]] if "$ref" in o else o for o in options]
+        resolved = list(_alternatives(allowed, definitions))
         names_here = [name for option in resolved for name in option.get("properties", {})]
         following = [
             option["properties"][part]

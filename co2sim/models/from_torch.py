@@ -8,6 +8,7 @@ under autocast), those of the GPU are put in their place, so that every build gi
 The only module of co2sim that imports torch; nothing imports it before a module is traced.
 """
 
+import json
 import logging
 import sys
 import time
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from math import prod
 from pathlib import Path
@@ -55,11 +57,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-)
-from torch.nn.parameter import (
-    UninitializedBuffer,
-    UninitializedParameter,
-    is_lazy,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -105,6 +102,44 @@ def load_build(named: str) -> Source:
             " torch.randint(0, 50257, (8, 1024))"
         )
     return Source(build, batch, getattr(module, "loss", None))
+
+
+def load_config(text: str, tokens: Callable[[int], int]) -> Source:
+    """The class of transformers that the text of a `config.json` names, and one sample for it.
+
+    `tokens` are those of a sequence for a number of parameters. Raises OptionError for what
+    transformers does not know, or needs other inputs than tokens or an image.
+    """
+    transformers: Any = import_module("transformers")
+    values = json.loads(text)
+    with _refusing("the configuration"):
+        config = transformers.AutoConfig.for_model(**values)
+    named = (getattr(transformers, str(name), None) for name in config.architectures or ())
+    kind = next((model_class for model_class in named if model_class), None)
+    config.use_cache = False
+    size = 0
+
+    def build() -> nn.Module:
+        nonlocal size
+        make = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = make(config, dtype=torch.bfloat16)
+        size = sum(x.numel() for x in model.parameters())
+        return model
+
+    def batch() -> dict[str, Tensor]:
+        if hasattr(config, "image_size"):
+            side = (1, config.num_channels, *_sides(config.image_size))
+            image = torch.zeros(side, dtype=torch.bfloat16)
+            return {"pixel_values": image, "labels": torch.zeros(1, dtype=torch.int64)}
+        longest = getattr(config, "max_position_embeddings", None) or tokens(size)
+        ids = torch.zeros((1, min(longest, tokens(size))), dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+    return Source(build, batch)
+
+
+def _sides(size: int | list[int]) -> list[int]:
+    return [size, size] if isinstance(size, int) else size
 
 
 def _executed(path: Path) -> ModuleType:
@@ -286,17 +321,6 @@ def _overwrite(parameter: Tensor, converted: Tensor) -> None:
     parameter.__dict__["_known"] = converted.__dict__.get("_known")
 
 
-def _unshaped(kind: Any) -> Callable[..., Any]:
-    """How a lazy tensor is made: as no fake one, which PyTorch cannot make of it."""
-    new = kind.__new__
-
-    def made(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return new(*args, **kwargs)
-
-    return made
-
-
 @contextmanager
 def _as_on_gpu() -> Iterator[None]:
     """Kernels and types of CUDA, for tensors of the CPU."""
@@ -324,8 +348,6 @@ def _as_on_gpu() -> Iterator[None]:
         # Libraries ask by this name whether they are exported, and leave shortcuts out then.
         stack.enter_context(mock.patch.object(torch._subclasses, "FakeTensor", _Never))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _overwrite))
-        for lazy in (UninitializedParameter, UninitializedBuffer):
-            stack.enter_context(mock.patch.object(lazy, "__new__", _unshaped(lazy)))
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)  # one kernel for an LSTM, whose FLOP nobody counts
         if "torch._dynamo" in sys.modules:
@@ -369,10 +391,10 @@ class _Values:
         """The values of a tensor; None: they are unknown."""
         if not isinstance(x, FakeTensor):
             return x.detach() if x.numel() <= _most(x) else None
-        known: Tensor | None = x.__dict__.get("_known")
-        if known is None and x.constant is not None:
+        values: Tensor | None = x.__dict__.get("_known")
+        if values is None and x.constant is not None:
             return x.constant
-        return None if known is None or hasattr(known.untyped_storage(), "spoiled") else known
+        return None if values is None or hasattr(values.untyped_storage(), "spoiled") else values
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The outputs of a kernel with their values; None: they are unknown."""
@@ -418,10 +440,10 @@ class _Values:
     def choose(self, name: str, func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
         """Give the choices of a kernel even values. Returns whether it makes choices."""
         outs = _tensors(outputs)
-        at = _CHOICES.get(name, len(outs))
-        if at >= len(outs) or not args[0].dim():
+        position = _CHOICES.get(name, len(outs))
+        if position >= len(outs) or not args[0].dim():
             return False
-        chosen = outs[at]
+        chosen = outs[position]
         named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
         dim = {**dict(named), **kwargs}.get("dim", -1)
         if dim is None or chosen.numel() > _MOST_WHOLE:
@@ -526,7 +548,7 @@ def _convolution(name: str, ins: list[Tensor], args: Any, out: Any) -> Convoluti
         stride=tuple(stride),
         dilation=tuple(dilation),
         transposed=transposed,
-        gradients=tuple(n for n, asked in zip(names, wanted, strict=False) if asked),
+        gradients=tuple(n for n, wants in zip(names, wanted, strict=False) if wants),
     )
 
 
@@ -538,8 +560,8 @@ def _attention_shape(name: str, ins: list[Tensor], args: Any, kwargs: Any) -> At
         causal = args[11 if back else 4] if len(args) > (11 if back else 4) else False
     else:
         masked = args[4 if back else 3] is not None
-        at = 11 if back and "efficient" in name else 6
-        causal = args[at] if len(args) > at else kwargs.get("is_causal", False)
+        position = 11 if back and "efficient" in name else 6
+        causal = args[position] if len(args) > position else kwargs.get("is_causal", False)
     batch, heads, queries, size = query.shape
     return AttentionShape(
         batch, heads, key.shape[1], queries, key.shape[2], size, value.shape[3],
@@ -580,18 +602,18 @@ class _Recorder(TorchDispatchMode):
         """The number of the storage of a tensor."""
         storage = x.untyped_storage()
         key = storage._cdata
-        number = self._ids.get(key)
-        if number is None:
-            number = self._ids[key] = len(self.memory)
+        index = self._ids.get(key)
+        if index is None:
+            index = self._ids[key] = len(self.memory)
             self.memory.append(_Memory(storage.nbytes(), kind, len(self.kernels)))
 
-            def gone(_: Any, key: int = key, number: int = number) -> None:
-                if self._ids.get(key) == number:
+            def gone(_: Any, key: int = key, index: int = index) -> None:
+                if self._ids.get(key) == index:
                     del self._ids[key], self._refs[key]
-                self.memory[number].died = len(self.kernels)
+                self.memory[index].died = len(self.kernels)
 
             self._refs[key] = ref(storage, gone)
-        return number
+        return index
 
     def keep(self, x: Tensor) -> Tensor:
         """A tensor that is saved for the backward pass."""
@@ -616,25 +638,25 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         values = self.values
         if name == "_local_scalar_dense":
-            known = values.of(args[0])
-            if known is None:
+            scalar = values.of(args[0])
+            if scalar is None:
                 raise _UnknownValueError
             with _disable_current_modes():
-                return known.item()
+                return scalar.item()
         if name in _BY_MASK:
             args = self._indices(args)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            known = values.compute(func, args, kwargs)
-            if known is None:
+            scalar = values.compute(func, args, kwargs)
+            if scalar is None:
                 raise _UnknownValueError from error
-            return values.fake(known)
+            return values.fake(scalar)
         outs = _tensors(out)
         if outs and not self.places.backward and all(x.numel() <= _most(x) for x in outs):
-            known = values.compute(func, args, kwargs)
-            if known is not None:
-                values.attach(out, known)
+            scalar = values.compute(func, args, kwargs)
+            if scalar is not None:
+                values.attach(out, scalar)
                 return out
             if values.choose(name, func, args, kwargs, out):
                 values.assumed[self.places.now] += 1
@@ -647,12 +669,12 @@ class _Recorder(TorchDispatchMode):
         places: list[Any] = []
         for x in args[1]:
             if x is not None and x.dtype in {torch.bool, torch.uint8}:
-                known = self.values.of(x)
-                if known is None:
+                mask = self.values.of(x)
+                if mask is None:
                     raise _UnknownValueError
                 with _disable_current_modes():
-                    found = list(known.nonzero().unbind(1))
-                places.extend(self.values.fake(found))
+                    indices = list(mask.nonzero().unbind(1))
+                places.extend(self.values.fake(indices))
             else:
                 places.append(x)
         return (args[0], places, *args[2:])
@@ -663,7 +685,7 @@ class _Recorder(TorchDispatchMode):
         written = [self.storage(x) for x in outs]
         if name in _FREE or not outs:
             return
-        if not func._schema.is_mutable and all(one in read for one in written):
+        if not func._schema.is_mutable and all(storage in read for storage in written):
             self.views += 1
             return
         sizes, made = [_held(x) for x in ins], [_held(x) for x in outs]
@@ -695,8 +717,12 @@ class _Recorder(TorchDispatchMode):
                 module=module,
                 phase=phase,
                 flop=_flop(func, args, kwargs, out, shape),
-                reads=tuple(Access(one, n) for one, n in zip(read, sizes, strict=True) if n),
-                writes=tuple(Access(one, n) for one, n in zip(written, made, strict=True) if n),
+                reads=tuple(
+                    Access(storage, n) for storage, n in zip(read, sizes, strict=True) if n
+                ),
+                writes=tuple(
+                    Access(storage, n) for storage, n in zip(written, made, strict=True) if n
+                ),
                 dtype=str(first.dtype).removeprefix("torch."),
                 width=first.element_size(),
                 shape=shape,
@@ -711,9 +737,9 @@ class _Recorder(TorchDispatchMode):
             self.memory[written[0]].weight = True
 
     def _product(self, name: str, ins: list[Tensor], read: list[int]) -> ProductShape:
-        at = 1 if name in {"addmm", "baddbmm"} else 0
-        left, right = ins[at], ins[at + 1]
-        weights = [self.memory[one].weight for one in read[at : at + 2]]
+        first = 1 if name in {"addmm", "baddbmm"} else 0
+        left, right = ins[first], ins[first + 1]
+        weights = [self.memory[storage].weight for storage in read[first : first + 2]]
         side: Any = "right" if weights[1] else "left" if weights[0] else ""
         if name == "_grouped_mm":
             shape = _grouped(left, right)
@@ -823,7 +849,6 @@ def trace(build: Build, batch: Batch, loss: Loss | None = None) -> Trace:
         model = _built(build)
         inputs = _given(batch, mode)
         of = loss or _usual_loss
-        _materialize(model, inputs, of)
         parameters = _own_storages(model, inputs, recorder)
         handles = places.watch(model)
         try:
@@ -885,7 +910,7 @@ def _built(build: Build) -> nn.Module:
     for module in model.modules():
         for kept in (module._parameters, module._buffers):
             for name, x in kept.items():
-                if x is not None and not isinstance(x, FakeTensor) and not is_lazy(x):
+                if x is not None and not isinstance(x, FakeTensor):
                     kept[name] = fake(x)  # type: ignore[assignment]
     return model
 
@@ -932,28 +957,6 @@ def _usual_loss(model: Any, inputs: Any) -> Tensor:
 def _tensors_of(out: Any) -> list[Tensor]:
     """The tensors of an output, those of the fields of an object too."""
     return _tensors(out) or _tensors(list(vars(out).values()) if hasattr(out, "__dict__") else [])
-
-
-def _materialize(model: nn.Module, inputs: Any, loss: Loss) -> None:
-    """Give lazy parameters their shapes, by a pass that is not recorded."""
-    if not any(map(is_lazy, [*model.parameters(), *model.buffers()])):
-        return
-
-    def shaped(lazy: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-        del device
-        for module in model.modules():
-            for kept in (module._parameters, module._buffers):
-                for name, x in kept.items():
-                    if x is not None and x is lazy:
-                        new = torch.empty(shape, dtype=dtype or lazy.dtype)
-                        kept[name] = nn.Parameter(new) if lazy.requires_grad else new  # type: ignore[assignment]
-
-    with (
-        _refusing("the first forward pass, which shapes lazy parameters,"),
-        mock.patch.object(UninitializedParameter, "materialize", shaped),
-        mock.patch.object(UninitializedBuffer, "materialize", shaped),
-    ):
-        loss(model, inputs)
 
 
 def _own_storages(model: nn.Module, inputs: Any, recorder: _Recorder) -> tuple[Parameter, ...]:
@@ -1095,17 +1098,29 @@ def _refusal(what: str, error: Exception, places: _Places | None = None) -> Opti
         for frame in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in frame.filename and frame.filename != __file__
     ]
-    at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, _UnknownValueError):
         line = (
-            f"{what}{module}{at} depends on values that are not known without data (a branch,"
+            f"{what}{module}{where} depends on values that are not known without data (a branch,"
             " .item(), nonzero() or a mask of activations): compute with fixed shapes, such as"
             " torch.where, or take the numbers from batch()"
         )
     else:
         text = " ".join(str(error).split()) or type(error).__name__
-        line = f"{what}{module}{at} failed: {cut(text, 160)}{_advice(error, text)}"
+        line = f"{what}{module}{where} failed: {cut(text, 160)}{_advice(error, text)}"
     return OptionError(line)
+
+
+_ADVICE = {
+    (
+        "cuda",
+        "gpu",
+    ): "there is no GPU here: use the device of the inputs, and choose code by options",
+    ("uninitializedparameter",): "lazy modules have no shapes yet: give them the sizes of inputs",
+    ("numpy", "data_ptr", "data pointer"): "fake tensors have no memory: compute with torch, or"
+    " outside of the module",
+}
+"""By words of an error."""
 
 
 def _advice(error: Exception, text: str) -> str:
@@ -1113,10 +1128,7 @@ def _advice(error: Exception, text: str) -> str:
         return "; install it, or build the module without it"
     if isinstance(error, UnsupportedOperatorException):
         return "; a custom kernel needs its shapes: torch.library.register_fake"
-    if "cuda" in text.lower() or "gpu" in text.lower():
-        return "; there is no GPU here: use the device of the inputs, and choose code by options"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "; make tensors within build(), where they take no memory"
-    if "numpy" in text or "data_ptr" in text or "data pointer" in text:
-        return "; fake tensors have no memory: compute with torch, or outside of the module"
-    return ""
+    fitting = (line for words, line in _ADVICE.items() if any(w in text.lower() for w in words))
+    return "".join(f"; {line}" for line in list(fitting)[:1])

@@ -56,6 +56,9 @@ Source: hahnyuan/PB-LLM issue 3: 4.23 GiB of 78.76. It is 15 % on average where 
 offloading and adapters, and up to 33 % (Guo et al. 2024, GMLake, arXiv 2401.08156).
 """
 
+STATES = ("parameters", "gradients", "optimizer")
+"""Items that an optimizer needs for its step."""
+
 OVERHEAD = ("cached", "fragmentation", "nccl", "context")
 """Items that PyTorch's allocator does not count as allocated."""
 
@@ -66,6 +69,10 @@ Forward: the logits in 16 bits and in fp32, and log-probabilities. Backward: the
 and that of the logits (`nll_loss` behind `log_softmax`), all in fp32; and a sum of gradients in
 torch.distributed.tensor.parallel.loss_parallel.
 """
+
+
+_EVEN = 1e-9
+"""Of the peak: rounding, where items grow evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,14 @@ class Passing:
     end: Bytes = 0.0
     step: Bytes = 0.0
 
+    def __post_init__(self) -> None:
+        """Keep numbers as tuples: those of two are compared at once."""
+        for name in ("forward", "loss", "backward"):
+            sizes = np.asarray(getattr(self, name), float)
+            object.__setattr__(self, name, tuple(sizes.tolist()) if sizes.ndim else float(sizes))
+
     def moments(self, blocks: int) -> NDArray[np.float64]:
-        """At every moment of a micro-step over so many blocks, in order, and of the update."""
+        """At every moment of a micro-step over a number of blocks, in order, and of the update."""
         forward, backward = (
             np.broadcast_to(np.asarray(sizes, float), blocks)
             for sizes in (self.forward, self.backward)
@@ -140,7 +153,7 @@ def as_they_come(job: Workload, width: Bytes, shards: int = 1) -> Passing:
     if job.accumulation > 1 or job.main_gradients:
         return Passing(whole, whole, whole, whole, whole)
     sizes = np.array([block.trained for block in job.model.blocks], float)
-    if tied := job.model.blocks[-1].tied:
+    if tied := job.model.blocks[-1].trained_tied:
         sizes[0], sizes[-1] = sizes[0] - tied, sizes[-1] + tied  # of the embedding, by the head
     behind = sizes[::-1].cumsum()[::-1] - sizes
     return Passing(backward=behind * (whole / (sizes.sum() or 1.0)), end=whole, step=whole)
@@ -178,8 +191,7 @@ def host_memory(job: Workload, schedule: Schedule) -> Bytes:
 
 def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:
     """What of the states of a job without offloading is not `kept` on the GPU."""
-    states = "parameters", "gradients", "optimizer"
-    return sum(whole.most(name) - kept.most(name) for name in states)
+    return sum(whole.most(name) - kept.most(name) for name in STATES)
 
 
 @dataclass(frozen=True)
@@ -206,14 +218,35 @@ class Timeline:
         """The moment that holds most."""
         return int(np.argmax(self.total))
 
+    @cached_property
+    def milestones(self) -> dict[str, int]:
+        """The moments that matter, by what they are: the loss only where there are logits."""
+        loss, last = self.moments.index("loss"), len(self.moments) - 1
+        fullest = loss + 2 + int(np.argmax(self.total[loss + 2 : last - 1]))
+        at_loss = {"forward of the loss": loss, "backward of the loss": loss + 1}
+        return {
+            "end of the forward pass": loss - 1,
+            **(at_loss if "logits" in self.items else {}),
+            f"{self.moments[fullest]}, the fullest block": fullest,
+            self.moments[last - 1]: last - 1,
+            "optimizer step": last,
+        }
+
+    @property
+    def bends(self) -> list[int]:
+        """The moments between which every item grows evenly, as it does along equal layers."""
+        turns = np.abs(np.diff(np.stack([*self.items.values()]), 2)) > _EVEN * self.total.max()
+        return [0, *(int(turn) + 1 for turn in np.flatnonzero(turns.any(0))), len(self.moments) - 1]
+
     @property
     def unused(self) -> Bytes:
         """What the allocator has `cached` when it holds most, beside the peak of what it serves."""
         return float(np.max(self.total + self.cached) - self.total[self.peak])
 
-    def most(self, item: str) -> Bytes:
-        """The most of an item."""
-        return float(self.items[item].max()) if item in self.items else 0.0
+    def most(self, *items: str) -> Bytes:
+        """The most of an item, or of several together."""
+        sizes = [self.items[name] for name in items if name in self.items]
+        return float(np.sum(sizes, axis=0).max()) if sizes else 0.0
 
     def at(self, moment: int) -> dict[str, Bytes]:
         """The items of a moment, but for those of no bytes."""
@@ -253,17 +286,17 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     needed, workspace, gradients = (np.array(column) for column in zip(*worst, strict=True))
     logits = np.array([steps[kind].logits for _, _, kind in blocks])
     loss = np.sum([step.loss for step in steps.values()], axis=0)
-    more = micro_batches - 1
+    more, ends = micro_batches - 1, np.zeros(2)
 
     def line(
         before: NDArray[np.float64], here: NDArray[np.float64], after: float
     ) -> NDArray[np.float64]:
-        """Of what stays from a block's forward pass to its backward pass."""
+        """Of what stays from a block's forward pass to its backward pass; none stays longer."""
         behind = np.cumsum(before)
         forward, back = behind, behind - before + here
-        return np.concatenate([forward, [behind[-1]] * 2, back[::-1], [0.0] * 2]) + more * after
+        passes = np.concatenate([forward, [behind[-1]] * 2, back[::-1]]) + more * after
+        return np.concatenate([passes, ends])
 
-    ends = np.zeros(2)
     items = {
         "checkpoints": line(inputs, inputs, inputs.sum()),
         "activations": line(kept, needed, kept.sum()),
@@ -300,7 +333,7 @@ def _cached(
 ) -> NDArray[np.float64]:
     """What the allocator keeps at every moment for other streams, and of other sizes.
 
-    A strategy makes `streams` bytes beside the stream of the passes, and at the end a `block` for the last
+    A strategy makes `streams` bytes on their own streams, and at the end a `block` for the last
     reduction. A block of logits in 16 bits does not hold those in fp32; copies of all gradients are
     larger than any other, and the last one may be.
     """
@@ -308,7 +341,7 @@ def _cached(
     assert isinstance(streams, float)
     assert isinstance(block, float)
     if streams:
-        cached += streams - items["gradients"]
+        cached += streams - items.get("gradients", 0.0)
     if "reduction" in items:
         cached += items["reduction"].max() - items["reduction"]
     eager = job.loss == "eager"
@@ -356,7 +389,7 @@ class Backward:
     loss: tuple[Bytes, Bytes] = (0.0, 0.0)
 
     def worst(self, whole: Bytes) -> tuple[Bytes, Bytes, Bytes]:
-        """The step that holds most, with whole gradients of so many bytes an element."""
+        """The step that holds most, with `whole` bytes an element of whole gradients."""
         rows = [(needed, passing, whole * done) for needed, passing, done in self.steps]
         return max(rows, key=sum)
 
@@ -379,8 +412,8 @@ class Backward:
                 there -= op.rows * _made(op) * width
                 steps.append((there, passing + (result + operands) * width, done))
                 there -= op.rows * _more(op) * width
-        if not steps:
-            steps = [(there, passing, done)]
+        if not steps or done > steps[-1][2]:  # gradients of what computes nothing come last
+            steps.append((there, passing, done))
         logits = block.logits * job.micro_batch
         loss = _LOSS_BYTES[job.tp > 1]
         if job.loss == "fused":  # compiled code does not overwrite the logits by their gradient
@@ -398,11 +431,12 @@ def _gradients(op: AnyOperator) -> tuple[float, float]:
     """Elements of the gradients of an operator's result, and of its operands, of a sample."""
     match op:
         case Product():
-            return op.rows * op.columns, op.rows * op.inner
+            rows = op.rows * (op.count or 1)
+            return rows * op.columns, rows * op.inner
         case Attention():
-            one = float(op.rows * op.heads)
+            heads = float(op.rows * op.heads)
             scores = 2.0 * op.heads * op.rows * op.length if op.softmax and not op.fused else 0.0
-            return one * op.value, one * (2 * op.wide + op.value) + scores
+            return heads * op.value, heads * (2 * op.wide + op.value) + scores
         case Operator(parts=parts) if "activation" in parts:
             made = _made(op)
             return op.rows * made, op.rows * (op.traffic_alone - made)
@@ -423,7 +457,7 @@ def overhead(
 
     Parameters, gradients and optimizer states stay where they are; all else leaves gaps.
     """
-    lasting = ("parameters", "gradients", "optimizer", "secondary", "outer")
+    lasting = (*STATES, "secondary", "outer")
     passing = sum(size for name, size in items.items() if name not in lasting)
     ranks = [len(group.members(0, layout)) for group in groups]
     sizes = {

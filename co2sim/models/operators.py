@@ -41,8 +41,9 @@ have, keys and values as one product gave them, beside those with positions. cas
 residual stream in fp32, and a copy in 16 bits for each product that reads.
 """
 
-Along = Literal["", "columns", "inner"]
-"""Which dimension of the weights of a product tensor-parallel ranks divide."""
+Along = Literal["", "columns", "inner", "heads"]
+"""Which dimension of the weights of a product tensor-parallel ranks divide; of products without
+weights, of which each head has one, heads."""
 
 FLASH_BACKWARD = 2.5
 """FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead
@@ -219,8 +220,9 @@ class Product(Operator):
     in one call. One of a `wide` type is never of a narrow one: those of routers. Tensor-parallel
     ranks divide what lies `along`; a `padded` number of columns is rounded up, others are `what`
     these have to divide. A `tied` one has the weights of another block. Of every sample there are
-    `count` products without weights (0: one with weights). `narrow` is the type of
-    its operands, if any, and weights stay cast for `cast_steps` micro-steps.
+    `count` products without weights (0: one with weights); a backward pass makes a `remade` one
+    once more, as its kernel does not keep the result. `narrow` is the type of its operands, if any,
+    and weights stay cast for `cast_steps` micro-steps.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -235,6 +237,7 @@ class Product(Operator):
     tied: bool = False
     adapter: bool = False
     count: int = 0
+    remade: bool = False
     narrow: NarrowType | None = None
     cast_steps: int = 1
 
@@ -584,6 +587,11 @@ class Block:
         return sum(op.shared for op in self.of(Product))
 
     @property
+    def trained_tied(self) -> int:
+        """Those of `tied` that it has a gradient for."""
+        return sum(op.shared for op in self.of(Product) if not op.frozen)
+
+    @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample."""
         return sum(op.flops for op in self.operators)
@@ -613,7 +621,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
+    """A model as a chain of blocks. A sample holds `tokens` tokens, or is an image or a latent: 1.
 
     A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
     a module was traced.
@@ -685,19 +693,19 @@ def kinds(model: Model) -> tuple[int, ...]:
 
 @remembered(objects=1, most=64)
 def _kinds(model: Model) -> tuple[int, ...]:
-    first: list[tuple[int, Block]] = []
-    found: list[int] = []
+    different: list[tuple[int, Block]] = []
+    firsts: list[int] = []
     for index, block in enumerate(model.blocks):
         alike = (
-            place
-            for place, other in first
+            first
+            for first, other in different
             if (other.boundary, other.operators) == (block.boundary, block.operators)
         )
-        place = next(alike, None)
-        if place is None:
-            first.append((index, block))
-        found.append(index if place is None else place)
-    return tuple(found)
+        first = next(alike, None)
+        if first is None:
+            different.append((index, block))
+        firsts.append(index if first is None else first)
+    return tuple(firsts)
 
 
 def shard_model(model: Model, mesh: Mesh) -> Model:
@@ -738,8 +746,8 @@ def _check_divides(model: Model, mesh: Mesh) -> None:
         ("sequence_parallel=true", mesh.sequence_parallel),
         (f"cp={mesh.cp}", mesh.cp > 1),
     ):
-        if used and model.unit == "image":
-            raise OptionError(f"{option} does not apply to {model.name}, of images")
+        if used and model.unit != "token":
+            raise OptionError(f"{option} does not apply to {model.name}, of {model.unit}s")
     different = {id(block.operators): block.operators for block in model.blocks}.values()
     counts: dict[str, int] = {}
     for op in chain.from_iterable(different):

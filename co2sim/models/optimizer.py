@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Quantity, check
-from co2sim.models.operators import Model, Product, Table
+from co2sim.models.operators import Block, Model, Product, Table
 from co2sim.schedule.schedule import DType, Gemm
 
 Few = Annotated[int, Quantity(least=0, most=16)]
@@ -200,6 +200,9 @@ class Optimizer:
         return tuple(made)
 
 
+_NORM = 2
+"""Parameters of a norm for each column: a weight and a bias."""
+
 _MOST = 16
 """Of tensors as large as the parameter."""
 
@@ -210,8 +213,8 @@ ADAMW = Optimizer(name="adamw")
 def trained_tensors(model: Model) -> tuple[Tensors, Tensors]:
     """What is trained of a model: of all ranks, and of experts that ranks divide.
 
-    A matrix is the weight of a product. Embeddings and the head are tables. Biases, norms and what
-    no product says are other tensors.
+    A matrix is the weight of a product. Embeddings, positions and the head are tables. Biases,
+    norms and what no product says are other tensors.
     """
     dense: list[Matrix] = []
     experts: list[Matrix] = []
@@ -221,6 +224,7 @@ def trained_tensors(model: Model) -> tuple[Tensors, Tensors]:
                 continue
             if isinstance(op, Table) and op.width > 1 and not index:
                 dense.append(Matrix(op.entries, op.width, table=True))
+                dense.extend(_positions(block, op.width))
             elif isinstance(op, Product) and op.tensors:
                 (experts if op.apart > 1 else dense).extend(
                     Matrix(
@@ -238,6 +242,14 @@ def trained_tensors(model: Model) -> tuple[Tensors, Tensors]:
     )
 
 
+def _positions(block: Block, width: int) -> Iterator[Matrix]:
+    """The tables beside a vocabulary of that width: a norm has two rows at most."""
+    for op in block.operators:
+        if not isinstance(op, Table) and not op.frozen:
+            rows = (divmod(size, width) for size in op.tensors)
+            yield from (Matrix(n, width, table=True) for n, rest in rows if n > _NORM and not rest)
+
+
 def states_per_parameter(optimizer: Optimizer, model: Model) -> Bytes:
     """What it keeps on average for what is trained of a model, but for master copies."""
     parts = Tensors(others=1), Tensors()
@@ -248,5 +260,5 @@ def states_per_parameter(optimizer: Optimizer, model: Model) -> Bytes:
 
 
 def _with_others(matrices: list[Matrix], elements: int) -> Tensors:
-    known = sum(matrix.elements for matrix in matrices)
-    return Tensors(tuple(matrices), max(0, elements - known))
+    shaped = sum(matrix.elements for matrix in matrices)
+    return Tensors(tuple(matrices), max(0, elements - shaped))

@@ -3,7 +3,7 @@
 Blocks are the units of communication: entries of a list of modules of which two or more are alike.
 What runs before the first of them is the block "embedding", what runs behind the last "head", and
 what runs between two belongs to the first of these. Sizes are those of a sample, in elements of the
-type that most products have. Products and attention are operators of their own; all other kernels
+type that most products have. Products and attention have an operator each; all other kernels
 of a block are one, which moves the bytes that these move. Parameters, their copies and their
 gradients are not among these bytes, which grow with the batch.
 """
@@ -97,44 +97,47 @@ class _Tree:
                 self.parameters[path] += parameter.numel
 
     def units(self) -> list[str]:
-        """Entries of lists that are alike; else of lists of one, and else the parts of the whole.
+        """Entries of lists that are alike; else of one class; else the parts of the whole.
 
-        Modules beside lists that have as many parameters as an entry are units, too.
+        A module between two lists that has as many parameters as an entry is a unit, too.
         """
-        return self._listed("", 2) or self._listed("", 1) or self._parts("")
+        return self._listed("", "alike") or self._listed("", "kind") or self._parts("")
 
     def _working(self, path: str) -> list[str]:
         return [child for child in self.children[path] if child in self.products]
 
-    def _listed(self, path: str, least: int) -> list[str]:
+    def _listed(self, path: str, by: str) -> list[str]:
         working = self._working(path)
         composite = [child for child in working if self.children[child]]
-        repeated = self._repeated(composite or working, least)
+        repeated = self._repeated(composite or working, by)
         if repeated and self._is_list(path):
             return working
-        inner = {child: self._listed(child, least) for child in working}
-        units = [unit for found in inner.values() for unit in found]
-        if composite and repeated and least > 1 and not any(self.children[u] for u in units):
+        inner = {child: self._listed(child, by) for child in working}
+        units = [unit for entries in inner.values() for unit in entries]
+        if composite and repeated and not any(self.children[unit] for unit in units):
             return repeated
         if not units:
             return []
         size = min(self.parameters[unit] for unit in units)
-        return [
-            unit
-            for child in working
-            for unit in inner[child] or [child]
-            if inner[child] or (child in composite and self.parameters[child] >= size)
-        ]
+        kinds = {self.modules[child].kind for child, entries in inner.items() if entries}
+        for child in composite:
+            if self.modules[child].kind in kinds:
+                inner[child] = inner[child] or self._listed(child, "kind")
+        holding = [index for index, entries in enumerate(inner.values()) if entries]
+        for child in working[holding[0] : holding[-1]]:
+            if child in composite and self.parameters[child] >= size:
+                inner[child] = inner[child] or [child]
+        return [unit for entries in inner.values() for unit in entries]
 
-    def _repeated(self, paths: Sequence[str], least: int) -> list[str]:
-        alike = Counter(self.modules[path].alike for path in paths)
-        return [path for path in paths if alike[self.modules[path].alike] >= least]
+    def _repeated(self, paths: Sequence[str], by: str) -> list[str]:
+        """Those of which there are two or more; of a single entry of a list that one."""
+        alike = Counter(getattr(self.modules[path], by) for path in paths)
+        least = 1 if by == "kind" and len(paths) == 1 and self.children[paths[0]] else _TWO
+        return [path for path in paths if alike[getattr(self.modules[path], by)] >= least]
 
     def _is_list(self, path: str) -> bool:
         names = [child.rpartition(".")[2] for child in self.children[path]]
-        return bool(path or self.modules[path].kind == "Sequential") and all(
-            name.isdecimal() for name in names
-        )
+        return all(name.isdecimal() for name in names)
 
     def _parts(self, path: str) -> list[str]:
         working = self._working(path)
@@ -179,19 +182,19 @@ class _Step:
         owners: list[int] = []
         outside: dict[str, set[int]] = {}
         now, head = 0, len(self.names) - 1
-        end = max((i for i, at in enumerate(places) if at is not None), default=-1)
-        for i, (kernel, place) in enumerate(zip(self.kernels, places, strict=True)):
+        end = max((i for i, block in enumerate(places) if block is not None), default=-1)
+        for i, (kernel, block) in enumerate(zip(self.kernels, places, strict=True)):
             forward = kernel.phase == "forward"
-            if place is not None:
-                now = place
+            if block is not None:
+                now = block
             elif forward:
                 now = head if i > last else now
                 outside.setdefault(kernel.module, set()).add(now)
             else:
-                known = outside.get(kernel.module, set())
-                one = next(iter(known)) if len(known) == 1 else None
+                blocks = outside.get(kernel.module, set())
+                single = next(iter(blocks)) if len(blocks) == 1 else None
                 before = 0 if i > end else now if now == head else max(now - 1, 0)
-                owners.append(before if one is None else one)
+                owners.append(before if single is None else single)
                 continue
             owners.append(now)
         return owners
@@ -199,10 +202,10 @@ class _Step:
     @cached_property
     def width(self) -> int:
         """Bytes of the type that most products have."""
-        found: Counter[int] = Counter()
+        flops: Counter[int] = Counter()
         for i in self.forward:
-            found[self.kernels[i].width] += self.kernels[i].flop
-        return found.most_common(1)[0][0] if found.total() else 4
+            flops[self.kernels[i].width] += self.kernels[i].flop
+        return flops.most_common(1)[0][0] if flops.total() else 4
 
     def elements(self, size: float) -> float:
         """Those of a sample, of bytes of the batch."""
@@ -211,60 +214,64 @@ class _Step:
     @cached_property
     def weights(self) -> Mapping[int, Parameter]:
         """Parameters by their storages, and by those of copies in another type."""
-        found = {parameter.storage: parameter for parameter in self.trace.parameters}
+        parameters = {parameter.storage: parameter for parameter in self.trace.parameters}
         for kernel in self.kernels:
             if kernel.name in {"_to_copy", "clone"} and kernel.reads and kernel.writes:
-                parameter = found.get(kernel.reads[0].storage)
+                parameter = parameters.get(kernel.reads[0].storage)
                 if parameter is not None:
-                    found[kernel.writes[0].storage] = parameter
-        return found
+                    parameters[kernel.writes[0].storage] = parameter
+        return parameters
 
     @cached_property
     def first_use(self) -> Mapping[str, int]:
         """The block that uses a parameter first; of one that nothing uses the head."""
-        found: dict[str, int] = {}
+        blocks: dict[str, int] = {}
         for i in self.forward:
             for access in self.kernels[i].reads:
                 if access.storage in self.weights:
-                    found.setdefault(self.weights[access.storage].path, self.owner[i])
-        return found
+                    blocks.setdefault(self.weights[access.storage].path, self.owner[i])
+        return blocks
 
     @cached_property
     def readers(self) -> Mapping[int, list[int]]:
         """The kernels that read a storage."""
-        found: dict[int, list[int]] = {}
+        indices: dict[int, list[int]] = {}
         for i, kernel in enumerate(self.kernels):
             for access in kernel.reads:
-                found.setdefault(access.storage, []).append(i)
-        return found
+                indices.setdefault(access.storage, []).append(i)
+        return indices
 
     @cached_property
     def writers(self) -> Mapping[int, int]:
         """The kernel that writes a storage first."""
-        found: dict[int, int] = {}
+        indices: dict[int, int] = {}
         for i, kernel in enumerate(self.kernels):
             for access in kernel.writes:
-                found.setdefault(access.storage, i)
-        return found
+                indices.setdefault(access.storage, i)
+        return indices
 
     @cached_property
     def kept(self) -> Mapping[int, int]:
         """The blocks of storages that are kept, but for what the loss and attention add."""
-        found = {}
-        for number, storage in enumerate(self.trace.storages):
-            writer = self.writers.get(number)
-            if storage.kept_by is None or storage.kind != "activation" or number in self.weights:
+        blocks = {}
+        for storage_index, storage in enumerate(self.trace.storages):
+            writer = self.writers.get(storage_index)
+            if (
+                storage.kept_by is None
+                or storage.kind != "activation"
+                or storage_index in self.weights
+            ):
                 continue
             if writer is None or writer in self.loss.kernels:
                 continue
             made = self.kernels[writer]
-            if isinstance(made.shape, AttentionShape) and made.writes[0].storage != number:
+            if isinstance(made.shape, AttentionShape) and made.writes[0].storage != storage_index:
                 continue  # the log-sum-exp, which attention counts itself
-            users = (writer, *self.readers.get(number, ()))
+            users = (writer, *self.readers.get(storage_index, ()))
             saver = next((i for i in users if self.kernels[i].module == storage.kept_by), writer)
-            shared = len(self.reading(number)) > _TWO
-            found[number] = self.owner[writer if shared else saver]
-        return found
+            shared = len(self.reading(storage_index)) > _TWO
+            blocks[storage_index] = self.owner[writer if shared else saver]
+        return blocks
 
     def reading(self, storage: int) -> set[int]:
         """The blocks whose forward passes read a storage."""
@@ -282,12 +289,12 @@ class _Step:
         if not block or (head and not any(isinstance(op, CrossEntropy) for op in operators)):
             return 0.0
         few, many = 0, 0
-        for number in self.readers:
-            writer = self.writers.get(number)
+        for storage in self.readers:
+            writer = self.writers.get(storage)
             before = 0 if writer is None else self.owner[writer]
-            if before != block - 1 or not self.counts(number):
+            if before != block - 1 or not self.counts(storage):
                 continue
-            owners, size = self.reading(number), self.trace.storages[number].size
+            owners, size = self.reading(storage), self.trace.storages[storage].size
             if block in owners and len(owners) <= _TWO:
                 few += size
             elif block in owners:
@@ -312,26 +319,26 @@ def _loss(step: _Step) -> _Loss:
         if kernels[i].name not in _LOSSES or len(kernels[i].reads) < _TWO:
             continue
         of, target = kernels[i].reads[:2]
-        at = step.writers.get(of.storage)
-        if at is None or kernels[at].name != "_log_softmax":
+        source = step.writers.get(of.storage)
+        if source is None or kernels[source].name != "_log_softmax":
             continue
-        found, rows = {i, at}, target.size // _INDEX_BYTES
-        size = kernels[at].writes[0].size // kernels[at].width
-        while (before := step.writers.get(kernels[at].reads[0].storage)) is not None:
+        members, rows = {i, source}, target.size // _INDEX_BYTES
+        size = kernels[source].writes[0].size // kernels[source].width
+        while (before := step.writers.get(kernels[source].reads[0].storage)) is not None:
             if kernels[before].name not in _COPIES:
                 break
-            found.add(before)
-            at = before
-        one = CrossEntropy(
+            members.add(before)
+            source = before
+        loss = CrossEntropy(
             name="loss",
             rows=-(-rows // samples),
             columns=size // rows,
             vocabulary=step.trace.units > samples,
-            calls=len(found),
+            calls=len(members),
             moved=0.0,
         )
-        made[step.owner[i]] = (*made.get(step.owner[i], ()), one)
-        found |= {
+        made[step.owner[i]] = (*made.get(step.owner[i], ()), loss)
+        members |= {
             j
             for j, kernel in enumerate(kernels)
             if kernel.phase == "backward"
@@ -344,7 +351,7 @@ def _loss(step: _Step) -> _Loss:
                 )
             )
         }
-        dropped |= found
+        dropped |= members
     return _Loss(frozenset(dropped), made)
 
 
@@ -371,15 +378,19 @@ class _Block:
     def operators(self) -> tuple[AnyOperator, ...]:
         """Products and attention in order, then all else, and the loss."""
         step = self.step
-        of = {number: step.writers[number] for number, at in step.kept.items() if at == self.index}
-        compiled = {number: step.writers[number] for number in self.fused.kept}
+        of = {
+            storage: step.writers[storage]
+            for storage, block in step.kept.items()
+            if block == self.index
+        }
+        compiled = {storage: step.writers[storage] for storage in self.fused.kept}
         left = self._own_parameters()
         made = [
             op for i in self.products for op in self._working(i, left, _of(i, of), _of(i, compiled))
         ]
         apart = set(self.products)
-        kept = (number for number, i in of.items() if i not in apart)
-        fused = (number for number, i in compiled.items() if i not in apart)
+        kept = (storage for storage, i in of.items() if i not in apart)
+        fused = (storage for storage, i in compiled.items() if i not in apart)
         rest = self._rest(left, self._sizes(kept), self._sizes(fused))
         return (*made, *rest, *step.loss.operators.get(self.index, ()))
 
@@ -402,13 +413,13 @@ class _Block:
             op: AnyOperator = _attention(kernel.shape, self.step.trace.samples)
         else:
             weight = self._weight(kernel)
-            own = left.pop(weight.path, None) if weight else None
+            tensor = left.pop(weight.path, None) if weight else None
             op = _product(kernel, weight, self.step.trace, wide=kernel.width > self.step.width)
             if weight:
                 elsewhere = self.step.first_use[weight.path] != self.index
                 op = replace(
                     op,
-                    tensors=(own.numel,) if own else (),
+                    tensors=(tensor.numel,) if tensor else (),
                     tied=elsewhere,
                     frozen=not weight.trainable,
                 )
@@ -421,11 +432,11 @@ class _Block:
     def _weight(self, kernel: Kernel) -> Parameter | None:
         """The parameter that a product multiplies by: the largest that it reads."""
         reads = [self.step.weights.get(access.storage) for access in kernel.reads]
-        found = [parameter for parameter in reads if parameter is not None]
+        parameters = [parameter for parameter in reads if parameter is not None]
         named = isinstance(kernel.shape, ConvolutionShape) or (
             isinstance(kernel.shape, ProductShape) and kernel.shape.parameter
         )
-        return max(found, key=lambda p: p.numel, default=None) if named else None
+        return max(parameters, key=lambda p: p.numel, default=None) if named else None
 
     def _rest(self, left: Mapping[str, Parameter], kept: float, fused: float) -> Iterator[Operator]:
         """All other kernels and parameters."""
@@ -458,7 +469,7 @@ class _Block:
 
 
 def _of(i: int, writers: Mapping[int, int]) -> list[int]:
-    return [number for number, writer in writers.items() if writer == i]
+    return [storage for storage, writer in writers.items() if writer == i]
 
 
 def _is_product(kernel: Kernel) -> bool:
@@ -538,7 +549,7 @@ class _Fused:
         self, step: _Step, index: int, forward: Sequence[int], backward: Sequence[int]
     ) -> None:
         self.step = step
-        self.kept = {number for number, at in step.kept.items() if at == index}
+        self.kept = {storage for storage, block in step.kept.items() if block == index}
         self.again: dict[int, dict[int, int]] = {}
         chains = self._chains(forward)
         for chain in chains:
@@ -605,17 +616,17 @@ class _Fused:
         """What one kernel in place of a chain reads and writes."""
         step, mine = self.step, set(chain)
         reads: dict[int, int] = {}
-        for number, size in self._inputs(chain).items():
-            for one, held in self.again.get(number, {number: size}).items():
-                reads[one] = max(held, reads.get(one, 0))
+        for storage, size in self._inputs(chain).items():
+            for origin, held in self.again.get(storage, {storage: size}).items():
+                reads[origin] = max(held, reads.get(origin, 0))
         writes: dict[int, int] = {}
         forward = step.kernels[chain[0]].phase == "forward"
         for i in chain:
             for access in step.kernels[i].writes:
-                number = access.storage
-                if not step.counts(number) or not self._is_read(number, mine, forward=forward):
+                storage = access.storage
+                if not step.counts(storage) or not self._is_read(storage, mine, forward=forward):
                     continue
-                writes[number] = max(access.size, writes.get(number, 0))
+                writes[storage] = max(access.size, writes.get(storage, 0))
         return sum(reads.values()) + sum(writes.values())
 
     def _is_read(self, storage: int, chain: set[int], *, forward: bool) -> bool:

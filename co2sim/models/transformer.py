@@ -10,9 +10,9 @@ unless the ranks divide the sequence, too (Korthikanti et al., eq. 2 and 4). Nor
 what an output adds stay whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import Count, Natural, Quantity, check, whole
@@ -29,8 +29,8 @@ from co2sim.models.operators import (
     Product,
     Table,
     TensorExchange,
-    plain_block,
 )
+from co2sim.models.scan import Scan
 from co2sim.schedule.token_routing import TokenRouting
 
 LAYER_CALLS = 26
@@ -157,13 +157,15 @@ class Transformer:
     A token of a `causal` one sees those before it only; with `dropout` masks are kept, too. Layers
     in turn see as many tokens as `windows` say (0: all of them). A layer has `norms` norms over its
     width, and a `qk_norm`; with `sinks` every head has one number more. `latent` attention and
-    `experts` stand in place of the plain ones.
+    `experts` stand in place of the plain ones, and a `scan` in place of attention in all but one of
+    `full_every` layers (0: in all). An `ffn` of 0 means no MLP. With a `pattern` each layer is one
+    of them alone, by a letter: M is a scan, * attention, - an MLP (as Megatron-LM writes hybrids).
     """
 
     layers: int
     hidden: int
-    heads: int
-    ffn: int
+    heads: int = 0
+    ffn: int = 0
     kv_heads: int = 0
     head_dim: int = 0
     gated: bool = False
@@ -179,6 +181,9 @@ class Transformer:
     windows: tuple[int, ...] = ()
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    scan: Scan | None = None
+    full_every: int = 0
+    pattern: str = ""
 
     def norm_tensors(self, *widths: int) -> tuple[int, ...]:
         """Parameters of norms over some widths."""
@@ -187,29 +192,68 @@ class Transformer:
 
     def blocks(self, tokens: int) -> tuple[Block, ...]:
         """The layers on samples of `tokens` tokens; equal ones share their operators."""
-        made: dict[tuple[bool, int], tuple[AnyOperator, ...]] = {}
+        made: dict[tuple[_Mixer, bool, bool, int], tuple[AnyOperator, ...]] = {}
         blocks = []
         for index in range(self.layers):
             window = self.windows[index % len(self.windows)] if self.windows else 0
-            routed = self.experts is not None and self.experts.of(index)
-            kind = routed, 0 if window >= tokens else window
+            mixer, mixes = self.parts(index)
+            routed = mixes and self.experts is not None and self.experts.of(index)
+            seen = window if mixer == "attention" and window < tokens else 0
+            kind = mixer, mixes and bool(self.ffn or routed), routed, seen
             if kind not in made:
                 made[kind] = _layer(self, tokens, *kind)
             blocks.append(Block(f"layer{index}", made[kind], float(tokens * self.hidden)))
         return tuple(blocks)
 
+    def parts(self, layer: int) -> tuple["_Mixer", bool]:
+        """What mixes the tokens of a layer, and whether it may have an MLP or experts."""
+        if self.pattern:
+            letter = self.pattern[layer]
+            return LETTERS[letter], letter == "-"
+        attends = not self.scan or bool(self.full_every and (layer + 1) % self.full_every == 0)
+        return "attention" if attends else "scan", True
 
-def _layer(body: Transformer, tokens: int, routed: bool, window: int) -> tuple[AnyOperator, ...]:  # noqa: FBT001
-    """Attention, then an MLP or experts; norms and sums come last, as their tensors do."""
+
+_Mixer: TypeAlias = Literal["attention", "scan", ""]
+LETTERS: Mapping[str, _Mixer] = {"M": "scan", "*": "attention", "-": ""}
+"""Of layers that are one part alone: what mixes tokens."""
+
+
+def _layer(
+    body: Transformer,
+    tokens: int,
+    mixer: _Mixer,
+    mixed: bool,  # noqa: FBT001
+    routed: bool,  # noqa: FBT001
+    window: int,
+) -> tuple[AnyOperator, ...]:
+    """Attention or a scan, then an MLP or experts; norms and sums come last, as tensors do."""
     attend = _latent if body.latent else _attention
-    then = _experts(body, tokens) if routed else _mlp(body, tokens)
-    return (*attend(body, tokens, window), *then, *_around(body, tokens))
+    operators: list[AnyOperator] = []
+    readers = []  # products with weights of their own that read the input of a part
+    if mixer == "attention":
+        operators += attend(body, tokens, window)
+        readers.append(3 + body.attention_gate if body.gated else 1)
+    elif mixer:
+        assert body.scan is not None
+        h = body.hidden
+        operators += [_exchange(tokens, h, "input"), *body.scan.operators(tokens, h)]
+        operators.append(_exchange(tokens, h, "output"))
+        readers.append(body.scan.readers)
+    if mixed:
+        operators += _experts(body, tokens) if routed else _mlp(body, tokens)
+        readers.append(2 if body.gated else 1)
+    more = len(readers)
+    if mixer == "attention":
+        more = LAYER_CALLS - _MLP_CALLS - min(body.norms, _NORM_CALLS) - sum((1, 3, 1))
+    return (*operators, *_around(body, tokens, readers, more))
 
 
-def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
-    """The norms of a layer, of which two give attention and MLP their inputs, and its sums."""
-    h, before = body.hidden, min(body.norms, _NORM_CALLS)
-    readers = (3 + body.attention_gate, 2) if body.gated else (1, 1)  # products with own weights
+def _around(
+    body: Transformer, tokens: int, readers: Sequence[int], calls: int
+) -> tuple[Operator, ...]:
+    """The norms of a layer, of which some give its parts their inputs, and its sums."""
+    h, before = body.hidden, min(body.norms, len(readers))
     wide = (("norms", 2.0 * h),) if body.norm == "rmsnorm" else ()
     norms = [
         Operator(
@@ -225,9 +269,8 @@ def _around(body: Transformer, tokens: int) -> tuple[Operator, ...]:
         )
         for index in range(body.norms)
     ]
-    more = LAYER_CALLS - _MLP_CALLS - before - sum((1, 3, 1))  # attention's
     masks = float(h) if body.dropout else 0.0  # two of a byte
-    return (*norms, Operator(name="sums", rows=tokens, calls=more, kept=masks, cut="tokens"))
+    return (*norms, Operator(name="sums", rows=tokens, calls=calls, kept=masks, cut="tokens"))
 
 
 def _biases(rows: int, widths: Sequence[int], parts: tuple[Part, ...] = ()) -> list[Operator]:
@@ -236,7 +279,8 @@ def _biases(rows: int, widths: Sequence[int], parts: tuple[Part, ...] = ()) -> l
     return [Operator(name="bias", rows=rows, tensors=tensors, parts=parts, cut="width")]
 
 
-def _whole_bias(rows: int, width: int, parts: tuple[Part, ...] = ()) -> list[Operator]:
+def whole_bias(rows: int, width: int, parts: tuple[Part, ...] = ()) -> list[Operator]:
+    """That of a product, whole on every rank."""
     return [Operator(name="bias", rows=rows, tensors=(width,), parts=parts)]
 
 
@@ -297,7 +341,7 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         last,
         _exchange(s, h, "output"),
         *(_biases(s, inputs) if inputs else []),
-        *(_whole_bias(s, h) if output else []),
+        *(whole_bias(s, h) if output else []),
         *([Operator(name="norms of heads", rows=s, kept=q + kv, cut="width")] if normed else []),
         *([Operator(tensors=norms, cut="width" if whole else "")] if norms else []),
         *([Operator(name="sinks", tensors=(heads,), cut="width")] if body.sinks else []),
@@ -427,7 +471,7 @@ def _mlp(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
         replace(_exchange(s, h, "input"), parts=mlp),
         *_two_products(body, s, body.ffn, what="columns of the MLP"),
         replace(_exchange(s, h, "output"), parts=mlp),
-        *([*_biases(s, widths, mlp), *_whole_bias(s, h, mlp)] if biased else []),
+        *([*_biases(s, widths, mlp), *whole_bias(s, h, mlp)] if biased else []),
     )
 
 
@@ -494,9 +538,9 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
     return (
         exchange("input"),
         router,
-        *(_whole_bias(s, n, mlp) if to.bias else []),
+        *(whole_bias(s, n, mlp) if to.bias else []),
         *(shared if to.shared else ()),
-        *(_whole_bias(s, h, mlp) if to.shared_gate else []),
+        *(whole_bias(s, h, mlp) if to.shared_gate else []),
         there,
         *routed,
         *(biases if to.bias else []),
@@ -589,7 +633,7 @@ def _head(
     h = body.hidden
     made: list[AnyOperator] = []
     if dense:
-        made += [Product(rows=rows, inner=h, columns=h, tensors=(h * h,)), *_whole_bias(rows, h)]
+        made += [Product(rows=rows, inner=h, columns=h, tensors=(h * h,)), *whole_bias(rows, h)]
     if outputs:
         made += [
             Product(
@@ -606,39 +650,6 @@ def _head(
         ]
     if biases:
         made.append(
-            Table(entries=outputs, width=1) if of_vocabulary else _whole_bias(rows, outputs)[0]
+            Table(entries=outputs, width=1) if of_vocabulary else whole_bias(rows, outputs)[0]
         )
     return tuple(made)
-
-
-def vision_transformer(
-    name: str,
-    body: Transformer,
-    *,
-    image: int,
-    patch: int,
-    channels: int,
-    classes: int,
-) -> Model:
-    """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, class token, layers, head.
-
-    Tensor-parallel ranks divide the layers only.
-    """
-    h = body.hidden
-    patches = (image // patch) ** 2
-    tokens, inputs = patches + 1, channels * patch * patch
-    embedding = plain_block(
-        "embedding",
-        (h * inputs, h, h, tokens * h),
-        2.0 * patches * inputs * h,
-        2.0 * patches * inputs + tokens * h,
-    )
-    head = plain_block(
-        "head",
-        (*body.norm_tensors(h), h * classes, classes),
-        2.0 * h * classes,
-        4.0 * tokens * h + 4 * classes,
-    )
-    return Model(
-        name, (embedding, *body.blocks(tokens), head), tokens=1, unit="image", divisible=True
-    )

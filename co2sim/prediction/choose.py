@@ -42,8 +42,9 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "full/2", "nor
 HEADROOM = 0.1
 """Of a GPU's memory that is left free: an allocator needs some, and predictions may be off."""
 
-IMAGES = 4096
-"""Of a global batch of images. Source: Dosovitskiy et al. 2021, arXiv 2010.11929, table 3."""
+_IMAGES = (4096, "as ViT was trained (arXiv 2010.11929, table 3)")
+_LATENTS = (256, "as DiT was trained (arXiv 2212.09748, section 4)")
+"""Samples of a global batch of a model of images or latents."""
 
 ADAPTERS = 128
 """Samples of a global batch of fine-tuning. Source: Taori et al. 2023, Stanford Alpaca, README:
@@ -101,7 +102,8 @@ def samples_of(global_batch: int | str, model: Model, *, adapters: bool = False)
                 f"global_batch is {global_batch!r}; the samples of {model.name} are {model.unit}s:"
                 " give their number"
             )
-        return IMAGES, f"{IMAGES:,} {model.unit}s, as ViT was trained (arXiv 2010.11929)"
+        count, why = _LATENTS if model.unit == "latent" else _IMAGES
+        return count, f"{count:,} {model.unit}s, {why}"
     if tokens is not None:
         return _easily_divided(tokens / model.tokens), ""
     if adapters:

@@ -1,6 +1,5 @@
 """A question, answered by simulation."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from inspect import Parameter, Signature, signature
@@ -19,8 +18,8 @@ from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
     Predicted,
     Situation,
-    error_model,
     from_measured,
+    memory_ends,
     setting_of,
 )
 from co2sim.prediction.job import Job
@@ -284,13 +283,12 @@ def _with_interval(question: Question, job: Job, result: Result, done: Done | No
     ends: dict[str, Any] = {}
     if interval.by_runs:  # the nearest says how far these are
         ends["nearest_published"] = by_distance(traits_of(cluster, job.model, result))[0][0]
-    errors = error_model().memory
-    if errors is not None and cluster.backend == "nccl":
-        items = result.memory_bytes_per_gpu
-        certain = sum(items.get(name, 0.0) for name in _CERTAIN)
-        reach, ends["memory_interval_source"] = errors.of(result.stack)
-        ends["memory_bytes_low"] = max(items["total"] * math.exp(-reach), certain)
-        ends["memory_bytes_high"] = items["total"] * math.exp(reach)
+    if cluster.backend == "nccl":
+        low, high, source = memory_ends(
+            result.memory_bytes_per_gpu["total"], result.stack, job.least_memory()
+        )
+        ends |= {"memory_bytes_low": low, "memory_bytes_high": high}
+        ends["memory_interval_source"] = source
     return replace(
         result,
         tokens_per_s_low=interval.low,
@@ -313,10 +311,6 @@ def _situation(job: Job, setting: Setting, result: Result) -> Situation:
     is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
     experts = job.model.active_parameters < job.model.parameters
     return Situation.of(result, known=is_known, apart=apart, misfit=misfit, experts=experts)
-
-
-_CERTAIN = ("parameters", "gradients", "optimizer")
-"""Items of memory that no run can do without."""
 
 
 def trace(question: Question, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -25,7 +25,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from co2sim.common.units import counted
+from co2sim.common.units import Bytes, counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
 from co2sim.models.operators import Model
 from co2sim.models.stack import Setting, plain_name
@@ -630,6 +630,20 @@ def overlaps(first: Interval, second: Interval) -> bool:
     if first.low is None or first.high is None or second.low is None or second.high is None:
         return False
     return first.low <= second.high and second.low <= first.high
+
+
+def memory_ends(
+    total: Bytes, stack: str, certain: Bytes = 0.0
+) -> tuple[Bytes | None, Bytes | None, str]:
+    """The 90 % interval of memory, and its source; None and "" where nothing is known.
+
+    No run can do without `certain` bytes.
+    """
+    errors = error_model().memory
+    if errors is None:
+        return None, None, ""
+    reach, source = errors.of(stack)
+    return max(total * math.exp(-reach), certain), total * math.exp(reach), source
 
 
 # --- order ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.framework import Recompute, check_applies
-from co2sim.models.memory import Timeline, overhead, timeline
+from co2sim.models.memory import STATES, Timeline, overhead, timeline
 from co2sim.models.operators import Block, Model, Product
 from co2sim.models.stack import UNNAMED, Setting, Stack
 from co2sim.models.workload import Workload
@@ -118,7 +118,16 @@ class Job:
 
         Raises OptionError for steps that interleaved stages cannot take.
         """
+        return self.fullest(micro_batch, micro_steps, recompute).memory()["total"]
+
+    def fullest(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> "Stage":
+        """The stage whose GPUs hold most with another batch; its schedule is of a short round."""
         return fullest(self._of_one_sample, micro_batch, micro_steps, recompute)
+
+    def least_memory(self) -> Bytes:
+        """What no run can do without: states, in the stage and at the moment with most of them."""
+        stages = of_one_sample(self, lambda short, number: short.stage(number, 1))
+        return max(stage.timeline().most(*STATES) for stage in stages)
 
     def lacks(self) -> tuple[str, ...]:
         """What the stack lacks of it, a text each; nothing where that is not known."""
@@ -177,12 +186,13 @@ def of_one_sample(job: Job, stage_of_job: "Callable[[Job, int], Stage]") -> "tup
 
 def fullest(
     stages: "Sequence[Stage]", micro_batch: int, micro_steps: int, recompute: Recompute
-) -> Bytes:
-    """What a GPU of the fullest of `of_one_sample` takes with another batch."""
+) -> "Stage":
+    """The fullest of `of_one_sample` with another batch."""
     size = micro_batch, micro_steps, recompute
-    return max(
-        replace(stage, workload=_sized(stage.workload, *size)).memory()["total"] for stage in stages
-    )
+    sized = [replace(stage, workload=_sized(stage.workload, *size)) for stage in stages]
+    if len(sized) == 1:
+        return sized[0]
+    return max(sized, key=lambda stage: stage.memory()["total"])
 
 
 def _sized(work: Workload, micro_batch: int, steps: int, recompute: Recompute) -> Workload:
@@ -285,7 +295,7 @@ def layers_by_cost(share: Workload) -> list[int]:
 
 
 def chunks_of(share: Workload, stage: int, counts: Sequence[int] = ()) -> list[list[Block]]:
-    """The blocks of each chunk of a stage: of `counts` layers, or of equal numbers.
+    """The blocks of each chunk of a stage, of `counts` layers, or of equal numbers.
 
     Raises OptionError for a model without layers.
     """

@@ -13,12 +13,14 @@ from textwrap import wrap
 from typing import Any, Literal
 
 import altair as alt
+import numpy as np
 
 from co2sim.models.memory import GIB
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.report.chart_style import (
     BAND,
     BROWN,
@@ -143,29 +145,81 @@ def memory(named: Sequence[tuple[str, Result]], *, in_legend: bool = False) -> D
     return alt.layer(bars, memory_line(data([{"size": capacity}]), "size:Q"))
 
 
-def memory_line(source: alt.Data, field: str) -> Drawn:
-    """What a GPU has."""
+def memory_line(source: alt.Data, field: str, along: Literal["x", "y"] = "x") -> Drawn:
+    """What a GPU has, where bytes are along this channel."""
     tip = alt.Tooltip(field, format=".4~g", title="GiB it has")
     rule = alt.Chart(source).mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
-    return rule.encode(x=field, tooltip=[tip])
+    return rule.encode(**{along: field}, tooltip=[tip])
+
+
+def step_memory(memory: StepMemory) -> Spec:
+    """What a GPU holds over a step by item, one above the other, beside what it has.
+
+    What PyTorch does not allocate is as at the peak. Between its bends an item is a straight line.
+    """
+    line, bends = memory.line, memory.line.bends
+    items = {name: line.items[name] for name in _OF_ITEMS if name in line.items}
+    items |= {name: sizes for name, sizes in line.items.items() if name not in _OF_ITEMS}
+    items |= {name: np.full(len(line.moments), size) for name, size in memory.beside.items()}
+    rows: Rows = [
+        {"moment": moment, "item": name, "size": round(float(sizes[moment]) / GIB, 3), "place": i}
+        for i, (name, sizes) in enumerate(items.items())
+        for moment in bends
+    ]
+    scale = alt.Scale(domain=[0, len(line.moments) - 1], nice=False)
+    x = alt.X("moment:Q", title=None, scale=scale, axis=_passes(line.milestones, bends[-1]))
+    y = alt.Y("size:Q", title="GiB on a GPU", stack="zero")
+    colours = {name: _OF_ITEMS.get(name, GREY) for name in items}
+    areas = alt.Chart(data(rows)).mark_area()
+    colour = coloured("item", colours, alt.Legend(columns=2, symbolType="square"))
+    stack = areas.encode(x=x, y=y, color=colour, order=alt.Order("place:Q"), tooltip=["item:N"])
+    beside = sum(memory.beside.values())
+    whole: Rows = [
+        {
+            "moment": moment,
+            "name": line.moments[moment],
+            "size": (line.total[moment] + beside) / GIB,
+        }
+        for moment in bends
+    ]
+    tips = [
+        alt.Tooltip("name:N", title="moment"),
+        alt.Tooltip("size:Q", format=".4~g", title="GiB in all"),
+    ]
+    only = alt.condition(f"datum.moment == {line.peak}", alt.value(1), alt.value(0))
+    points = alt.Chart(data(whole)).mark_point(filled=True, size=60, color=TEXT)
+    points = points.encode(x=x, y="size:Q", opacity=only, tooltip=tips)
+    room = memory_line(data([{"size": memory.room / GIB}]), "size:Q", "y")
+    return spec(alt.layer(stack, points, room), HEIGHT)
+
+
+def _passes(milestones: Mapping[str, int], last: int) -> alt.Axis:
+    """An axis of moments that names the passes in their middle, and the update."""
+    loss = milestones["end of the forward pass"] + 1
+    names = {loss // 2: "forward", loss: "loss", (loss + last) // 2: "backward", last: "update"}
+    if "forward of the loss" not in milestones:
+        del names[loss]
+    label = f"({json.dumps({str(place): name for place, name in names.items()})})[datum.value]"
+    return alt.Axis(values=[*names], labelExpr=label, grid=False, labelOverlap=True)
 
 
 _OF_ITEMS = {
     "parameters": "#54278F",
     "gradients": "#807DBA",
     "optimizer": "#BCBDDC",
+    "update": "#6A51A3",
     "secondary": "#3F007D",
     "outer": "#DADAEB",
     "activations": "#4F6B1A",
     "checkpoints": "#8FA63A",
+    "outputs": "#6E7F2A",
     "logits": "#C5D588",
     "casts": "#2F4010",
     "workspace": "#E2EAC0",
-    "outputs": "#6E7F2F",
     "gathered": "#AE017E",
     "bucket": "#F768A1",
+    "reduction": "#C51B8A",
     "unreduced": "#FBB4C9",
-    "reduction": "#FDD9E4",
     "update": "#7A0177",
     "cached": "#36363D",
     "fragmentation": "#5A5A63",

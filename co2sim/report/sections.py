@@ -7,11 +7,13 @@ from co2sim.prediction.notes import is_alike
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.report import charts, tables
 from co2sim.report.chart_style import Drawn, Spec, high, picking, spec
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
+from co2sim.report.text.memory import when
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -98,8 +100,8 @@ def time(
     return PageSection("time", "Where the time goes", figures=figures, timelines=timelines)
 
 
-def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
-    """The memory of a GPU by item, by cluster."""
+def memory(groups: Mapping[str, Sequence[Answered]], steps: Sequence[Answered] = ()) -> PageSection:
+    """The memory of a GPU by item, by cluster; of some cases over a step, too."""
     figures = [
         Figure(
             title=f"A GPU of {cluster}, of {_sizes(group)}",
@@ -110,7 +112,31 @@ def memory(groups: Mapping[str, Sequence[Answered]]) -> PageSection:
         )
         for cluster, group in groups.items()
     ]
+    held = [(entry, StepMemory.of(entry.case, entry.result)) for entry in steps]
+    figures += [_over_a_step(*each) for each in held]
+    figures += [
+        Figure(
+            title=f"What would save memory with {entry.title}",
+            note="Each option alone, at the peak.",
+            table=tables.savings(memory),
+        )
+        for entry, memory in held
+        if memory.savings
+    ]
     return PageSection("memory", "Memory", figures=figures)
+
+
+def _over_a_step(entry: Answered, held: StepMemory) -> Figure:
+    """The memory of a case over a step."""
+    last = " This is the last micro-step." if entry.result.accumulation > 1 else ""
+    return Figure(
+        title=f"{entry.title}, over a step",
+        note=f"The peak, at the point, is in the {when(held)}.{last} The dashed line is what the"
+        " GPU has. What PyTorch does not allocate is drawn as at the peak.",
+        label="memory of a GPU over the moments of a step, an area for each item",
+        chart=charts.step_memory(held),
+        table=tables.step_memory(held),
+    )
 
 
 def _bars(draw: Callable[[Sequence[tuple[str, Result]]], Drawn], group: Sequence[Answered]) -> Spec:

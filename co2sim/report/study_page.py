@@ -89,6 +89,10 @@ class Study:
         return [(entry.title, entry.result, entry.totals) for entry in self.all]
 
 
+_STEPS = 4
+"""Cases whose memory over a step is shown."""
+
+
 def page(study: Study) -> Page:
     """It takes a few simulations: a round of each strategy, and what more would buy."""
     names = [entry.strategy for entry in study.all]
@@ -100,7 +104,7 @@ def page(study: Study) -> Page:
             sections.money(study.all, names),
             _speed(study, names),
             _time(study),
-            sections.memory(study.largest),
+            sections.memory(study.largest, study.largest[study.best.cluster][:_STEPS]),
             sections.gains({study.best.title: held}),
             sections.trust(study.all, at_most, study.comparisons),
             sections.inputs(study.all),

@@ -12,9 +12,12 @@ from co2sim.prediction.notes import lacking
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.prediction.totals import Totals
 from co2sim.report.text import solve, totals
 from co2sim.report.text.answer import LACKS, marked
+from co2sim.report.text.memory import SAVINGS
+from co2sim.report.text.memory import savings as shown_savings
 from co2sim.report.text.result import first_of
 from co2sim.studies.candidates import Candidate
 from co2sim.studies.grid import display_name, short_names, strategy_title
@@ -174,6 +177,30 @@ def memory(group: Sequence[Answered]) -> Table:
         for name in (*names, "total")
     ]
     return Table(("item", *(entry.strategy for entry in group)), rows)
+
+
+def step_memory(memory: StepMemory) -> Table:
+    """Bytes of a GPU by item at the moments of a step; those between them lie between them."""
+    line = memory.line
+    rows = [
+        [
+            line.moments[moment],
+            *(
+                scaled(sizes[moment], "B") if sizes[moment] else "-"
+                for sizes in line.items.values()
+            ),
+            scaled(line.total[moment], "B"),
+        ]
+        for moment in line.bends
+    ]
+    beside = ", ".join(f"{name} {scaled(size, 'B')}" for name, size in memory.beside.items())
+    legend = f"Beside what PyTorch allocates, at the peak: {beside}." if beside else ""
+    return Table(("moment", *line.items, "allocated"), rows, legend=legend)
+
+
+def savings(memory: StepMemory) -> Table:
+    """What each option alone would save at the peak."""
+    return Table(SAVINGS, shown_savings(memory))
 
 
 def gains(levers: Iterable[Sensitivity]) -> Table:

@@ -433,7 +433,7 @@ class FSDP:
         largest = max(root, *(block.parameters for block in blocks))
         items["streams"] = trained * job.master_bytes + largest * width
         behind = [*(block.trained for block in blocks[1:-1]), 0, 0][1:]
-        last = blocks[-1].trained + blocks[-1].tied
+        last = blocks[-1].trained + blocks[-1].trained_tied
         of_root = blocks[0].trained + (blocks[-1].trained if len(blocks) > 1 else 0)
         items["last_block"] = of_root * reduced
         items["bucket"] = Passing(
@@ -455,7 +455,8 @@ class FSDP:
     def _gathered(job: Workload, root: Bytes, *, again: bool) -> Passing:
         """The root and, beside a unit at work, the one that comes; all where they stay."""
         width = DType.FP32.bytes if job.autocast else job.precision.bytes
-        sizes = [0.0, *(block.parameters * width for block in job.model.blocks[1:-1]), 0.0]
+        layers = (block.parameters * width for block in job.model.blocks[1:-1])
+        sizes = [0.0, *layers, 0.0][: len(job.model.blocks)]
         if not again:
             there = root + np.cumsum(sizes)
             return Passing(there, there[-1], there)
@@ -463,7 +464,5 @@ class FSDP:
         return Passing(
             [root + size for size in sizes],
             root,
-            [root + size + next_ for size, next_ in zip(sizes, comes, strict=True)][
-                : len(job.model.blocks)
-            ],
+            [root + size + next_ for size, next_ in zip(sizes, comes, strict=True)],
         )

@@ -332,7 +332,7 @@ class Setup:
         room = self.sized.cluster.gpu.memory
         if not fits(self.bound.memory(*size), room, headroom):
             return False
-        return fits(fullest(self._stages, *size), room, headroom)
+        return fits(fullest(self._stages, *size).memory()["total"], room, headroom)
 
     @cached_property
     def _stages(self) -> tuple[Stage, ...]:

@@ -14,6 +14,7 @@ from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.prediction import driver
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import Goal
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.report.explore.exploration import (
     MAX_STRATEGIES,
     Control,
@@ -25,8 +26,8 @@ from co2sim.report.explore.exploration import (
 from co2sim.report.explore.page import asked
 from co2sim.report.html import render
 from co2sim.report.study_page import Study, page
-from co2sim.report.text import result as text_result
 from co2sim.report.text.cases import of_strategies
+from co2sim.report.text.memory import fitting
 from co2sim.strategies import STRATEGIES, strategy_options
 from co2sim.studies.candidates import command_of, with_tokens
 from co2sim.studies.grid import gpu_counts, with_changes
@@ -269,9 +270,8 @@ class Asker:
         """What would fit in memory instead of a strategy that does not: a line for each change."""
         self.files.check(settings)
         case = driver.resolve_auto(self.question(view).loaded(index, settings))
-        lines, heading, rows = text_result.fitting(case, driver.resolve_auto)
-        listed = "; ".join(f"{change} ({size})" for change, size in rows)
-        return [lines[0], *([f"{heading}: {listed}"] if rows else [])]
+        heading, rows = fitting(StepMemory(case, case))
+        return [f"{heading}: {'; '.join(f'{change} ({size})' for change, size in rows)}"]
 
     def commands(self, view: PageView, settings: Mapping[str, str]) -> list[str]:
         """What repeats the figures, a command for each strategy."""
@@ -291,7 +291,7 @@ class Asker:
             results=results,
             goal=question.goal,
             tokens=view.tokens,
-            screen=of_strategies(cases, results, driver.resolve_auto, question.goal, view.tokens),
+            screen=of_strategies(cases, results, question.goal, view.tokens),
             comparisons=(),
             command="\n".join(self.commands(view, settings)),
             panels=[view.cluster] * len(cases),

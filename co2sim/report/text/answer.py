@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
@@ -18,11 +18,13 @@ from co2sim.prediction.likeness import shares
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, StepFactor, scale_of, step_factor
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.prediction.totals import Totals
 from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals
 from co2sim.report.text.bill import billed
-from co2sim.report.text.result import as_taken, first_of, fitting, speeds
+from co2sim.report.text.memory import fitting
+from co2sim.report.text.result import first_of, speeds
 from co2sim.report.text.screen import WIDTH, Screen
 
 
@@ -111,23 +113,16 @@ def marked(name: str, *results: Result) -> str:
 
 
 def of_one(
-    entry: Simulated,
-    settle: Callable[[Question], Question],
-    goal: Goal = NO_GOAL,
-    tokens: float | None = None,
-    verdict: str = "",
+    entry: Simulated, goal: Goal = NO_GOAL, tokens: float | None = None, verdict: str = ""
 ) -> Screen:
-    """The screen of one case; `settle` gives a case numbers for what it leaves open.
-
-    `verdict` is what is said of a local-update method.
-    """
+    """The screen of one case; `verdict` is what is said of a local-update method."""
     r = entry.result
     answer = [f"{_first(entry, tokens)}{_far([entry])}{beyond([entry])}", setup([place(r)], [r])]
     rows = [
         ("cost", _cost([entry], entry, tokens, goal)),
         ("speed", _speed(entry, tokens)),
         ("memory", r.memory_answer),
-        *([("", _instead(entry, settle))] if not r.fits_in_memory else []),
+        *([("", _instead(entry))] if not r.fits_in_memory else []),
         *_warnings([entry]),
         ("batch", batch_row([r])),
         *([("learning", verdict)] if verdict else learning_row([entry], goal)),
@@ -206,10 +201,8 @@ _INSTEAD = 3
 """Changes that are named where a case does not fit."""
 
 
-def _instead(entry: Simulated, settle: Callable[[Question], Question]) -> str:
-    lines, heading, rows = fitting(as_taken(entry.case, entry.result), settle)
-    if not rows:
-        return lines[0]
+def _instead(entry: Simulated) -> str:
+    heading, rows = fitting(StepMemory.of(entry.case, entry.result))
     shown = (f"{what} ({size})" for what, size in rows[:_INSTEAD])
     return f"{heading.partition(' (')[0]}: {', or '.join(shown)}"
 

@@ -1,7 +1,7 @@
 """The first screens of `co2sim run`, `scale` and `report`, and of their pages."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from co2sim.common.units import counted
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 def of_strategies(
     cases: Sequence[Question],
     results: Sequence[Result],
-    settle: Callable[[Question], Question],
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
     judged: Sequence[Verdict | None] = (),
 ) -> Screen:
     """The answer of one strategy, or of several on the same GPUs, the fastest first.
 
-    `settle` gives a case numbers for what it leaves open; `judged` are verdicts on the cases.
+    `judged` are verdicts on the cases.
     """
     trained = totals.totals_for(cases, results, tokens, goal)
     asked = [strategy_title(case.strategy) for case in cases]
@@ -41,7 +40,7 @@ def of_strategies(
     verdict = {entry.name: str(one) for entry, one in zip(entries, judged, strict=False) if one}
     if len(entries) == 1:
         said = verdict.get(entries[0].name, "")
-        return answer.of_one(entries[0], settle, goal, tokens, said)
+        return answer.of_one(entries[0], goal, tokens, said)
     entries.sort(key=answer.pace, reverse=True)
     first = entries[0].result
     job = f"{answer.job(first, tokens)} on {counted(first.gpus, 'GPU')}"

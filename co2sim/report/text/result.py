@@ -1,33 +1,28 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
-import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
-from itertools import pairwise, product
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from co2sim.catalog import Fact
-from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.tables import console, print_lines, print_table
-from co2sim.common.units import Bytes, counted, duration, percent, scaled
-from co2sim.models.memory import GIB, OVERHEAD
+from co2sim.common.units import counted, duration, percent, scaled
 from co2sim.prediction import evidence, figures, notes
 from co2sim.prediction.figures import INTERVAL, list_of
 from co2sim.prediction.intervals import undecided
-from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
-from co2sim.prediction.result import Result, memory_fit
+from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.prediction.verdict import Verdict
 from co2sim.report.text import totals
+from co2sim.report.text.memory import print_fitting, print_memory
 from co2sim.schedule.schedule import Layout
 from co2sim.simulation.noise import QUIET, Noise
-from co2sim.strategies import STRATEGIES, Strategy, with_options
-from co2sim.strategies.step import title
 
 _NUMBERS = re.compile(r"[0-9][0-9.,]*")
 _NAMED = 4
@@ -42,13 +37,14 @@ def print_result(
     goal: Goal | None = None,
     more: Sequence[tuple[str, str]] = (),
     near: Sequence[str] = (),
+    memory: StepMemory | None = None,
     alone: bool = True,
 ) -> None:
     """All figures of one configuration, simulated or measured; `noise` is named in the header.
 
     With a goal it says what it takes to get to that loss. `more` are further rows of the table of
-    figures, `near` lines on published runs. Unless it is `alone`, remarks and assumed inputs, which
-    others share, are left to the caller.
+    figures, `near` lines on published runs; `memory` is that over a step, where it is known. Unless
+    it is `alone`, remarks and assumed inputs, which others share, are left to the caller.
     """
     out = console()
     r = result
@@ -79,7 +75,7 @@ def print_result(
             for name, value in r.breakdown_s.items()
         ],
     )
-    _print_memory(out, r)
+    print_memory(out, r, memory)
     print_warnings(out, [("", result)])
     if alone:
         print_remarks(out, [result])
@@ -89,23 +85,22 @@ def print_result(
 def print_details(
     cases: Sequence[Question],
     results: Sequence[Result],
-    settle: Callable[[Question], Question],
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
 ) -> None:
     """All figures of each simulated case; what they share comes last, once.
 
-    `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
-    train these.
+    With `tokens` it says what it takes to train these.
     """
     out = console()
     trained = totals.totals_for(cases, results, tokens, goal)
     for case, result, total in zip(cases, results, trained, strict=True):
         more = [] if tokens is None else totals.rows_of(total, result.unit)
-        near = _near(case, result)
-        print_result(result, noise=case.noise, goal=goal, more=more, near=near, alone=False)
+        memory = StepMemory.of(case, result)
+        about: Any = {"near": _near(case, result), "memory": memory}
+        print_result(result, noise=case.noise, goal=goal, more=more, **about, alone=False)
         if not result.fits_in_memory:
-            _print_fitting(out, case, result, settle)
+            print_fitting(out, memory)
     print_remarks(out, results)
     print_assumed(out, results)
     print_lines(out, *totals.basis_lines(cases, trained))
@@ -116,48 +111,6 @@ def _near(case: Question, result: Result) -> list[str]:
     if result.nearest_published is None:
         return []
     return [f"nearest published run: {evidence.nearest(case, result, 1)[0]}"]
-
-
-def _print_memory(out: Console, r: Result) -> None:
-    """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
-    items = r.memory_bytes_per_gpu
-    beside = [name for name in items if name in OVERHEAD]
-    rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
-    if beside:
-        size = scaled(r.allocated_bytes_per_gpu, "B")
-        rows[-1:-1] = [
-            ("allocated, as max_memory_allocated counts", size),
-            *((name, scaled(items[name], "B")) for name in beside),
-        ]
-    memory = f"{scaled(r.gpu_memory_bytes, 'B')} ({r.gpu_memory_bytes / GIB:.3g} GiB)"
-    if r.memory_bytes_low is not None and r.memory_bytes_high is not None:
-        ends = scaled(r.memory_bytes_low, "B"), scaled(r.memory_bytes_high, "B")
-        rows.append(("90 % interval", " to ".join(ends)))
-    title = f"memory per GPU: {r.memory_word} in {memory}"
-    print_table(out, title, ("item", "size"), rows)
-    if r.memory_interval_source:
-        print_lines(out, f"90 % interval of memory: {r.memory_interval_source}")
-
-
-def _print_fitting(
-    out: Console, case: Question, result: Result, settle: Callable[[Question], Question]
-) -> None:
-    """What would fit in place of a case that does not."""
-    lines, heading, rows = fitting(as_taken(case, result), settle)
-    print_lines(out, *lines, "")
-    if rows:
-        print_table(out, heading, ("instead", "memory per GPU"), rows)
-
-
-def as_taken(case: Question, result: Result) -> Question:
-    """The case with the batch that its result has."""
-    return replace(
-        case,
-        micro_batch=result.micro_batch,
-        accumulation=result.accumulation,
-        global_batch=None,
-        recompute=result.recompute,
-    )
 
 
 def print_verdicts(judged: Sequence[Verdict]) -> None:
@@ -312,156 +265,6 @@ def _merged(facts: list[Fact]) -> tuple[str, str]:
     value = values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
     others = len(reasons) - 1
     return value, reasons[0] + (f"; and {counted(others, 'case')} like it" if others else "")
-
-
-_SHARDED = ("zero2", "zero3")
-"""Strategies, or inner ones, that keep less than a whole model on every GPU."""
-_DOUBLINGS = 6
-"""Of the GPUs: up to 64 times as many."""
-_MORE_GPUS = "more GPUs"
-_FEWER_SAMPLES = "a smaller --micro-batch"
-_WHAT_HELPS = {
-    "parameters": ("a strategy that shards them, such as zero3", _MORE_GPUS),
-    "gradients": ("a strategy that shards them, such as zero2", _MORE_GPUS),
-    "optimizer": ("a strategy that shards it, such as zero2", _MORE_GPUS),
-    "secondary": ("hpz=false",),
-    "outer": ("worker=node",),
-    "gathered": ("a smaller prefetch",),
-    "activations": ("--recompute full", _FEWER_SAMPLES),
-    "checkpoints": (_FEWER_SAMPLES,),
-    "logits": ("--loss fused", _FEWER_SAMPLES),
-}
-"""What makes an item of memory smaller."""
-_MAX = 6
-"""Alternatives that are shown."""
-
-
-def largest(stage: Stage) -> str:
-    """The largest item of memory, and what makes it smaller, in a line."""
-    memory, job = stage.memory(), stage.workload.share
-    name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
-    idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
-    if job.micro_batch == 1:
-        idle.add(_FEWER_SAMPLES)
-    whole = {
-        "parameters": job.parameters * job.precision.bytes,
-        "gradients": job.trained * job.gradient_bytes,
-        "optimizer": job.optimizer_states(1),
-    }
-    if name in whole and memory[name] < whole[name]:
-        idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
-    twice = stage.cluster.resized(2 * stage.cluster.layout.world_size)
-    if replace(stage, job=replace(stage.job, cluster=twice)).memory()[name] >= memory[name]:
-        idle.add(_MORE_GPUS)
-    helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in idle]
-    less = f": less with {', or '.join(helps)}" if helps else ""
-    return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
-
-
-def fitting(
-    case: Question, settle: Callable[[Question], Question]
-) -> tuple[list[str], str, list[tuple[str, str]]]:
-    """What makes a case that does not fit smaller: lines, and a table of changes with its heading.
-
-    The table is empty where nothing was found. `settle` gives a case numbers for what is open.
-    """
-    if case.pp > 1:  # its stages are simulated one by one
-        return ["less memory: more stages (--pp), --tp, or --recompute full"], "", []
-    settled = settle(case)
-    stage = settled.job().stage(micro_steps=1)
-    room = stage.cluster.gpu.memory
-    lines = [largest(stage), "`co2sim plan` finds what fits and costs least"]
-    tried = list(alternatives(case, settled))
-    shown = _fewest_changes([changed for changed in tried if changed[1] <= room])[:_MAX]
-    as_is = f"micro-batch {stage.workload.micro_batch}, recompute {stage.workload.recompute}"
-    heading = f"what would fit in {scaled(room, 'B')} ({as_is}, unless it says more)"
-    if not shown:
-        shown = sorted(tried, key=lambda changed: changed[1])[:1]
-        heading = f"nothing tried fits in {scaled(room, 'B')}; the smallest"
-    rows = [
-        (
-            " ".join(f"--{name} {text}" for name, text in changes.items()),
-            f"{scaled(memory, 'B')}{f', {memory_fit(memory, room)}' * (memory <= room)}",
-        )
-        for changes, memory in shown
-    ]
-    return lines, heading, rows
-
-
-def alternatives(case: Question, settled: Question) -> Iterator[tuple[dict[str, str], Bytes]]:
-    """Options to change, and the bytes that a GPU needs then; those with the fewest come first.
-
-    Combinations of a sharded strategy, more recomputation, a smaller micro-batch, and more GPUs, of
-    the case that is `settled`. What the strategy of the `case` leaves open stays open.
-    """
-    job = settled.job()
-    work, gpus = job.workload, job.cluster.layout.world_size
-    strategies = {"": settled.parsed}
-    for name in _SHARDED:
-        if (open_ := _sharded(case.parsed, name)) and (inner := _sharded(settled.parsed, name)):
-            text = title(open_).replace("(", ":").replace(", ", ",").removesuffix(")")
-            strategies[text] = inner  # as it is given to --strategy without quotes
-    eager = work.attention == "eager"
-    recomputes = ["selective"] if eager and work.recompute == "none" else []
-    if work.recompute != "full" and any(block.boundary for block in work.model.blocks):
-        recomputes.append("full")
-    halves = [work.micro_batch >> times for times in range(1, work.micro_batch.bit_length())]
-    larger = [gpus << times for times in range(1, _DOUBLINGS + 1)]
-    attentions = ["flash"] if eager else []
-    others = [["", *map(str, values)] for values in (attentions, recomputes, halves, larger)]
-    names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
-    jobs: dict[tuple[str, ...], Job] = {}  # their memory is quick but for the first time
-    for point in sorted(product(strategies, *others), key=lambda point: sum(map(bool, point))):
-        strategy, attention, recompute, _, count = point
-        changes = {name: text for name, text in zip(names, point, strict=True) if text}
-        if not changes or (attention and recompute == "selective"):  # which flash makes needless
-            continue
-        values: dict[str, Any] = {name.replace("-", "_"): text for name, text in changes.items()}
-        try:
-            changed = replace(settled, **values | {"strategy": strategies[strategy]}).job()
-            batch = changed.workload
-            sized = jobs.setdefault((strategy, attention, count), changed)
-            yield changes, sized.memory(batch.micro_batch, batch.accumulation, batch.recompute)
-        except Co2simError:  # a cluster that cannot hold them, a batch that they do not divide
-            continue
-
-
-def _sharded(strategy: Strategy, name: str) -> Strategy | None:
-    """The same strategy with this inner one, or this one in its place; None if it is no other."""
-    options = {option.name for option in fields(strategy)}  # type: ignore[arg-type]
-    try:
-        if {"worker", "inner"} <= options:
-            worker = "site" if strategy.worker == "site" else "node"  # type: ignore[attr-defined]
-            sharded = with_options(strategy, {"worker": worker, "inner": name})
-        else:
-            sharded = STRATEGIES[name]()
-    except OptionError:  # another option rules it out
-        return None
-    return sharded if title(sharded) != title(strategy) else None
-
-
-def _fewest_changes(
-    tried: Iterable[tuple[dict[str, str], Bytes]],
-) -> list[tuple[dict[str, str], Bytes]]:
-    """Those that change nothing in vain: no other one changes less of the same."""
-    kept: list[tuple[dict[str, str], Bytes]] = []
-    for changes, memory in tried:
-        if not any(_within(fewer, changes) for fewer, _ in kept):
-            kept.append((changes, memory))
-    return kept
-
-
-def _within(few: dict[str, str], many: dict[str, str]) -> bool:
-    """Whether `many` changes the same, and as far or further."""
-    further: dict[str, Callable[[str, str], bool]] = {
-        "strategy": operator.eq,
-        "micro-batch": lambda less, more: int(more) <= int(less),
-        "gpus": lambda less, more: int(more) >= int(less),
-    }
-    return all(
-        name in many and (name not in further or further[name](text, many[name]))
-        for name, text in few.items()
-    )
 
 
 _MAX_NAMED = 3

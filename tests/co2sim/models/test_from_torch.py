@@ -233,7 +233,6 @@ def test_dropout_keeps_a_mask_of_a_byte() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d()),
         lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2)),
         lambda: nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)).eval(),
         lambda: nn.Linear(WIDTH, 2).to("cuda"),
@@ -249,7 +248,7 @@ def test_dropout_keeps_a_mask_of_a_byte() -> None:
     ],
 )
 def test_usual_modules_are_traced(build: Any) -> None:
-    """Lazy, normalized, evaluated, converted, complex and in-place modules have kernels."""
+    """Normalized, evaluated, converted, complex and in-place modules have kernels."""
     found = trace(build, rows)
     assert any(kernel.phase == "backward" for kernel in found.kernels)
 
@@ -389,3 +388,10 @@ def test_importing_co2sim_does_not_import_torch() -> None:
     """Only a trace needs torch."""
     code = "import sys, co2sim, co2sim.models.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lazy_modules_are_refused() -> None:
+    """Their parameters have no shapes before data runs through them."""
+    with pytest.raises(OptionError) as found:
+        trace(lambda: nn.Sequential(nn.LazyLinear(5)), rows)
+    assert "\n" not in str(found.value)

@@ -8,13 +8,13 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import line, most
 from one_sample import simulate
 from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.failures import Failures
 from co2sim.models.adapters import summed
-from co2sim.models.memory import activations
 from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.prediction.goodput import goodput_of
@@ -144,16 +144,18 @@ def test_averages_are_of_adapters(strategy: str) -> None:
     inside = moved(f"{strategy},worker=node,inner=zero1")
     assert inside[Kind.ALL_REDUCE] == TRAINED // 4
     assert inside[Kind.REDUCE_SCATTER] == 2 * TRAINED
-    own = parse(strategy).memory(LORA, LAYOUT)["outer"]
-    whole = parse(strategy).memory(Workload(SMALL), LAYOUT)["outer"]
+    own, whole = (most(job, strategy, LAYOUT)["outer"] for job in (LORA, Workload(SMALL)))
     assert own / whole == pytest.approx(TRAINED / FROZEN)
 
 
 def test_memory_by_item() -> None:
-    """2 bytes of a frozen weight, and 16 of a parameter of adapters; FSDP's own are in fp32."""
+    """2 bytes of a frozen weight, and 16 of a parameter of adapters; FSDP's own are in fp32.
+
+    FSDP reduces the gradient of a layer in fp32 while that of the next one is made, in bf16.
+    """
 
     def states(strategy: str) -> tuple[float, ...]:
-        found = parse(strategy).memory(LORA, LAYOUT)
+        found = most(LORA, strategy, LAYOUT)
         return tuple(found[name] for name in ("parameters", "gradients", "optimizer"))
 
     every, n = 2 * (FROZEN + TRAINED), RANKS
@@ -162,23 +164,30 @@ def test_memory_by_item() -> None:
     assert states("zero2") == (every, 2 * TRAINED / n, 12 * TRAINED / n)
     assert states("zero3") == (every / n, 2 * TRAINED / n, 12 * TRAINED / n)
     assert states("fsdp") == ((2 * FROZEN + 4 * TRAINED) / n, 4 * TRAINED / n, 8 * TRAINED / n)
-    assert parse("zero2").memory(LORA, LAYOUT)["bucket"] == 2 * TRAINED
-    assert parse("zero3").memory(LORA, LAYOUT)["bucket"] == 2 * TRAINED / LAYERS
-    assert parse("fsdp").memory(LORA, LAYOUT)["bucket"] == (2 + 4) * TRAINED / LAYERS
+    assert most(LORA, "zero2", LAYOUT)["bucket"] == 2 * TRAINED
+    assert most(LORA, "zero3", LAYOUT)["bucket"] == 2 * TRAINED / LAYERS
+    assert most(LORA, "fsdp", LAYOUT)["bucket"] == 4 * TRAINED / LAYERS
+    assert 0 < most(LORA, "fsdp", LAYOUT)["unreduced"] <= 2 * TRAINED / LAYERS
 
 
 def test_what_is_as_wide_as_the_rank_is_kept() -> None:
-    """Besides what is kept without adapters."""
-    plain, found = (activations(Workload(SMALL, micro_batch=2, lora=r)) for r in (None, RANK))
-    more = LAYERS * len(SIDES) * 2 * TOKENS * RANK * 2
-    assert found["activations"] - plain["activations"] == more
+    """Besides what is kept without adapters, when the loss is made."""
+    plain, found = (
+        line(Workload(SMALL, micro_batch=2, lora=r)).items["activations"][LAYERS + 2]
+        for r in (None, RANK)
+    )
+    assert found - plain == LAYERS * len(SIDES) * 2 * TOKENS * RANK * 2
 
 
 def test_a_tied_embedding_has_no_gradient() -> None:
-    """Frozen, it needs none beside the head's."""
+    """Frozen, it needs none, whole or kept; else the head makes it, before any layer does."""
     tied = language_model("tied", BODY, vocab=VOCAB, tokens=TOKENS, tied=True)
-    assert "tied_gradient" in activations(Workload(tied))
-    assert "tied_gradient" not in activations(Workload(tied, lora=RANK))
+    trained, frozen = (line(Workload(tied, lora=r), "ddp") for r in (None, RANK))
+    first = LAYERS + 5  # behind the head
+    assert trained.items["gradients"][first] >= 2 * VOCAB * H
+    assert frozen.items["gradients"][first] == 0
+    assert frozen.most("gradients") == 2 * TRAINED
+    assert frozen.most("unreduced") <= 2 * TRAINED / LAYERS
 
 
 @given(

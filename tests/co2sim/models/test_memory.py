@@ -1,14 +1,16 @@
 """Memory: the published formulas, with published numbers."""
 
+from itertools import pairwise
+
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from moments import line, most, passing
 
 from analysis.published.runs import papers
-from co2sim import strategies
 from co2sim.catalog import load_optimizer
-from co2sim.models.memory import activations, allocated, overhead
+from co2sim.models.memory import allocated, overhead
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
@@ -27,7 +29,7 @@ def big(**changes: object) -> Workload:
 
 def states(strategy: str, layout: Layout, job: Workload | None = None) -> float:
     """Bytes of parameters, gradients and optimizer of a strategy."""
-    memory = strategies.parse(strategy).memory(job or big(), layout)
+    memory = most(job or big(), strategy, layout)
     return memory["parameters"] + memory["gradients"] + memory["optimizer"]
 
 
@@ -71,17 +73,16 @@ def test_sharding_divides_what_the_formulas_divide(nodes: int, gpus: int) -> Non
 def test_the_secondary_shard_is_one_more_copy_in_half_precision_per_node() -> None:
     """HpZ keeps 2 bytes per parameter, divided over the GPUs of its group."""
     for text, ranks in (("zeropp", 8), ("zeropp(hpz_group=4)", 4), ("zeropp(hpz_group=16)", 16)):
-        memory = strategies.parse(text).memory(big(), Layout(4, 8))
+        memory = most(big(), text, Layout(4, 8))
         assert memory["secondary"] == pytest.approx(2 * PARAMETERS / ranks)
-    assert "secondary" not in strategies.parse("zeropp(hpz=false)").memory(big(), Layout(4, 8))
+    assert "secondary" not in most(big(), "zeropp(hpz=false)", Layout(4, 8))
 
 
 def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
     """In the type of gradients, and no more than the model; alone it reduces nothing."""
     for text, elements in (("zero2(bucket=700)", 700), ("zero2", 2000)):
-        strategy = strategies.parse(text)
-        assert strategy.memory(tiny.job(), Layout(2, 2))["bucket"] == 2 * elements
-        assert "bucket" not in strategy.memory(tiny.job(), Layout(1, 1))
+        assert most(tiny.job(), text, Layout(2, 2))["bucket"] == 2 * elements
+        assert "bucket" not in most(tiny.job(), text, Layout(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,12 @@ def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
 )
 def test_outer_states_are_copies_of_the_parameters(strategy: str, copies: float) -> None:
     """Anchor, momentum and a buffer in fp32, sharded inside a node; late averages keep x, too."""
-    alone = strategies.parse(strategy).memory(big(), Layout(4, 8))
+    alone = most(big(), strategy, Layout(4, 8))
     assert alone["outer"] == pytest.approx(copies * 4 * PARAMETERS)
     text = strategy.replace("(", "(worker=node,") if "(" in strategy else f"{strategy}(worker=node)"
-    shared = strategies.parse(text).memory(big(), Layout(4, 8))
+    shared = most(big(), text, Layout(4, 8))
     assert shared["outer"] == pytest.approx(copies * 4 * PARAMETERS / 8)
-    inner = strategies.parse("zero2").memory(big(), Layout(1, 8))
+    inner = most(big(), "zero2", Layout(1, 8))
     assert {name: size for name, size in shared.items() if name != "outer"} == inner
 
 
@@ -116,8 +117,9 @@ def gpt(layers: int, hidden: int, heads: int, tokens: int, *, dropout: bool = Fa
 
 
 def kept(model: Model, **changes: object) -> float:
-    """Activations that are kept, in bytes."""
-    return activations(Workload(model, **changes)).get("activations", 0.0)  # type: ignore[arg-type]
+    """Activations that are kept when the loss is made, in bytes."""
+    found = passing(Workload(model, **changes))  # type: ignore[arg-type]
+    return float(found.items["activations"][found.moments.index("loss")])
 
 
 @pytest.mark.slow  # imports torch
@@ -166,21 +168,21 @@ def test_a_layer_keeps_what_pytorch_keeps() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "precision", "bytes_of_a_logit"),
-    [("fused", DType.BF16, 2 + 2), ("eager", DType.FP32, 4 + 3 * 4)],
+    [("fused", DType.BF16, 2), ("eager", DType.BF16, 3 * 4), ("eager", DType.FP32, 3 * 4)],
 )
 def test_a_loss_holds_the_logits_and_what_it_makes_of_them(
     loss: str, precision: DType, bytes_of_a_logit: int
 ) -> None:
-    """Fused: the logits and their gradient. PyTorch's: three more arrays in fp32."""
+    """Fused: the logits, then their gradient in their place. PyTorch's: three arrays in fp32."""
     body = Transformer(layers=1, hidden=64, heads=4, ffn=96)
     small, large = (
-        activations(
+        passing(
             Workload(
                 language_model("m", body, vocab=vocab, tokens=10, tied=False),
                 precision=precision,
                 loss=loss,  # type: ignore[arg-type]
             )
-        )["logits"]
+        ).most("logits")
         for vocab in (100_000, 100_001)
     )
     assert large - small == pytest.approx(10 * bytes_of_a_logit)
@@ -188,7 +190,10 @@ def test_a_loss_holds_the_logits_and_what_it_makes_of_them(
 
 @pytest.mark.slow  # imports torch
 def test_the_cross_entropy_of_pytorch_makes_three_arrays_in_fp32() -> None:
-    """Every array as large as the logits that it allocates and that is alive at its peak."""
+    """Every array as large as the logits that it allocates and that is alive at its peak.
+
+    Of the logits themselves nothing is left then, where no name holds them.
+    """
     torch = pytest.importorskip("torch")
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils.weak import WeakIdKeyDictionary  # noqa: PLC0415
@@ -210,10 +215,9 @@ def test_the_cross_entropy_of_pytorch_makes_three_arrays_in_fp32() -> None:
     weight = torch.randn(vocab, 8, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocab, (tokens,))
     with Count():
-        logits = hidden @ weight.T
-        loss = torch.nn.functional.cross_entropy(logits.float(), target)
+        loss = torch.nn.functional.cross_entropy((hidden @ weight.T).float(), target)
         loss.backward()
-    assert peak == (2 + 3 * 4) * tokens * vocab
+    assert peak == 3 * 4 * tokens * vocab
 
 
 @pytest.mark.parametrize(
@@ -226,19 +230,148 @@ def test_blocks_present_at_once_are_those_in_use_and_ahead(prefetch: int, live: 
     Nothing ahead: the largest one. 500 ahead: the embedding and a layer. 860 ahead: a layer, and a
     layer and the head, 1360 in all, if the head leads the way back: 860 + 500. All: both ways.
     """
-    memory = strategies.parse(f"zero3(prefetch={prefetch})").memory(tiny.job(), Layout(2, 2))
+    memory = most(tiny.job(), f"zero3(prefetch={prefetch})", Layout(2, 2))
     assert memory["gathered"] == live * 2
 
 
-def test_a_tied_embedding_keeps_the_gradient_of_the_head_to_the_end() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_tied_embedding_keeps_the_gradient_of_the_head_to_the_end(strategy: str) -> None:
     """Autograd adds the gradient of the look-up last: until then the other one waits, whole."""
-    body = Transformer(layers=1, hidden=64, heads=4, ffn=256)
+    body = Transformer(layers=3, hidden=64, heads=4, ffn=256)
+    item = {"ddp": "gradients", "fsdp": "unreduced"}[strategy]
     tied, untied = (
-        activations(Workload(language_model("m", body, vocab=1000, tokens=10, tied=tied)))
+        line(
+            Workload(language_model("m", body, vocab=1000, tokens=10, tied=tied)),
+            strategy,
+            Layout(1, 8),
+        )
         for tied in (True, False)
     )
-    assert tied["tied_gradient"] == 1000 * 64 * 2
-    assert "tied_gradient" not in untied
+    back = slice(tied.moments.index("backward of layer2"), tied.moments.index("backward of layer0"))
+    assert (tied.items[item][back] >= 1000 * 64 * 2).all()
+    size = {"ddp": 1000 * 64 * 2, "fsdp": 0}[strategy]  # of a head of its own: reduced
+    assert (untied.items[item][back] - tied.items[item][back] <= size).all()
+
+
+# --- what is there when -------------------------------------------------------------------------
+
+
+BODIES = st.builds(
+    Transformer,
+    layers=st.integers(1, 4),
+    hidden=st.sampled_from([16, 64]),
+    heads=st.sampled_from([2, 4]),
+    ffn=st.sampled_from([32, 256]),
+    gated=st.booleans(),
+    dropout=st.booleans(),
+)
+JOBS = st.fixed_dictionaries(
+    {
+        "model": st.builds(
+            language_model,
+            st.just("m"),
+            BODIES,
+            vocab=st.sampled_from([10, 1000]),
+            tokens=st.just(16),
+            tied=st.booleans(),
+        ),
+        "micro_batch": st.integers(1, 3),
+        "accumulation": st.integers(1, 3),
+        "recompute": st.sampled_from(["none", "selective", "full", "full/2", "norms+mlp"]),
+        "attention": st.sampled_from(["flash", "eager"]),
+        "loss": st.sampled_from(["fused", "eager"]),
+        "precision": st.sampled_from([DType.BF16, DType.FP32]),
+    }
+).filter(lambda job: job["recompute"] != "full/2" or len(job["model"].blocks) > 3)
+OF_PASSES = ("activations", "checkpoints", "workspace", "logits")
+
+
+@given(JOBS, st.sampled_from(tiny.VARIANTS), st.sampled_from([Layout(1, 2), Layout(4, 4)]))
+def test_the_peak_is_the_fullest_moment(
+    options: dict[str, object], strategy: str, layout: Layout
+) -> None:
+    """No moment holds more, none of an item is negative, and all maxima together are no less."""
+    found = line(Workload(**options), strategy, layout)  # type: ignore[arg-type]
+    at_peak = sum(found.at(found.peak).values())
+    assert at_peak == pytest.approx(found.total.max())
+    assert at_peak <= sum(map(found.most, found.items)) * (1 + 1e-9)
+    assert all((sizes >= 0).all() for sizes in found.items.values())
+    assert len(found.total) == len(found.moments)
+
+
+@given(JOBS, st.sampled_from(tiny.VARIANTS), st.sampled_from([1.0, 2.0, 3.5]))
+def test_an_optimizer_steps_when_nothing_of_the_passes_is_there(
+    options: dict[str, object], strategy: str, micro_batches: float
+) -> None:
+    """States are, all of them; no activation, no logits, no gradient that is not yet reduced."""
+    found = line(Workload(**options), strategy, Layout(2, 2), micro_batches)  # type: ignore[arg-type]
+    left = found.at(len(found.moments) - 1)
+    assert not left.keys() & {*OF_PASSES, "gathered", "unreduced"}
+    for name in ("parameters", "gradients", "optimizer"):
+        assert left[name] == pytest.approx(found.most(name))
+
+
+@given(JOBS)
+def test_gradients_come_as_blocks_go_back(options: dict[str, object]) -> None:
+    """None before, all behind; where micro-steps sum them up they are there all the time."""
+    job = Workload(**options)  # type: ignore[arg-type]
+    found = line(job, "ddp", Layout(2, 2))
+    sizes, last = found.items["gradients"], found.moments.index("backward of the loss")
+    assert (sizes[1:] >= sizes[:-1]).all()
+    assert sizes[-1] == pytest.approx(job.trained * job.gradient_bytes)
+    assert (sizes[: last + 1] == (0 if job.accumulation == 1 else sizes[-1])).all()
+
+
+@given(JOBS, st.sampled_from(["ddp", "zero1", "zero2", "fsdp(sync=last)", "fsdp"]))
+def test_the_last_micro_step_is_the_fullest(options: dict[str, object], strategy: str) -> None:
+    """With more of them gradients are there from the begin.
+
+    But for a tied embedding, whose own gradient is not counted where it is summed up.
+    """
+    assume(not options["model"].blocks[-1].tied)  # type: ignore[attr-defined]
+    one, two = (
+        line(Workload(**options | {"accumulation": n}), strategy, Layout(2, 2))  # type: ignore[arg-type]
+        for n in (1, 2)
+    )
+    assert one.total.max() <= two.total.max() * (1 + 1e-9)
+    gradients = (each.items["gradients"] for each in (one, two))
+    assert (next(gradients) <= next(gradients) * (1 + 1e-9)).all()
+
+
+@given(JOBS, st.floats(1, 20))
+def test_a_stage_holds_its_micro_batches_in_flight(options: dict[str, object], n: float) -> None:
+    """What is kept until the backward pass as often, all else once."""
+    job = Workload(**options)  # type: ignore[arg-type]
+    one, two, many = (passing(job, count) for count in (1.0, 2.0, n))
+    back = len(one.moments) - 2
+    assert many.items.keys() == one.items.keys()
+    for name, sizes in many.items.items():
+        more = two.items[name] - one.items[name]
+        assert sizes == pytest.approx(one.items[name] + (n - 1) * more)
+        kept = one.items[name][one.moments.index("loss")]
+        if name in {"activations", "checkpoints"}:
+            assert more[:back] == pytest.approx([kept] * back)
+        else:
+            assert not more.any()
+
+
+@given(JOBS, st.sampled_from(["zero1", "zero2", "zero3", "zeropp", "fsdp"]))
+def test_more_ranks_never_need_more(options: dict[str, object], strategy: str) -> None:
+    """From two on: one alone has no buffers, and nothing to gather."""
+    job = Workload(**options)  # type: ignore[arg-type]
+    sizes = [line(job, strategy, Layout(n, 2)).total for n in (1, 2, 8)]
+    for few, many in pairwise(sizes):
+        assert (many <= few * (1 + 1e-9)).all()
+
+
+@given(JOBS, st.sampled_from(tiny.VARIANTS))
+def test_a_larger_micro_batch_never_needs_less(options: dict[str, object], strategy: str) -> None:
+    """At any moment."""
+    few, many = (
+        line(Workload(**options | {"micro_batch": n}), strategy, Layout(2, 2)).total  # type: ignore[arg-type]
+        for n in (2, 3)
+    )
+    assert (few <= many * (1 + 1e-9)).all()
 
 
 # --- beside what PyTorch allocates --------------------------------------------------------------

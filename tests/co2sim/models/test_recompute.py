@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import passing
 
 from co2sim.catalog import load_cluster, load_model, load_stack
 from co2sim.models.framework import OPERATORS, recomputation
-from co2sim.models.memory import activations
+from co2sim.models.memory import timeline
 from co2sim.models.operators import Attention, Model
 from co2sim.models.transformer import Experts, Transformer, language_model
 from co2sim.models.workload import Workload
@@ -41,9 +42,8 @@ def job(recompute: str = "none", **options: Any) -> Workload:
 
 def kept(one: Workload) -> float:
     """Bytes of a micro-batch that wait for its backward pass."""
-    names = ("activations", "checkpoints")
-    two, once = (activations(one.share, held) for held in (2.0, 1.0))
-    return sum(two.get(name, 0.0) - once.get(name, 0.0) for name in names)
+    two, once = (passing(one, held).total for held in (2.0, 1.0))
+    return float(two[0] - once[0])
 
 
 def backward(one: Workload, block: int = 1) -> Kernels:
@@ -87,12 +87,21 @@ def test_every_kth_layer_is_run_again(every: int, names: str, checkpointing: str
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_memory_of_a_part_is_that_of_kept_layers_and_inputs(every: int) -> None:
-    """32 s b h for a layer that is kept, 2 s b h for one that is not: floor(7 / K) of them."""
+    """32 s b h for a layer that is kept, 2 s b h for one that is not: floor(7 / K) of them.
+
+    All of them are there at the loss; a layer that runs again has no more than it would have kept.
+    """
     repeated = 7 // every
-    found = activations(job(f"full/{every}"))
+    found, plain = passing(job(f"full/{every}")), passing(job())
+    at_loss = found.at(found.moments.index("loss"))
     layer, ends = 32 * S * B * H + 4 * A * S * B, S * B * H + 4 * S * B * H
-    assert found["checkpoints"] == repeated * 2 * S * B * H
-    assert found["activations"] == (7 - repeated + 1) * layer + ends
+    assert at_loss["checkpoints"] == repeated * 2 * S * B * H
+    assert at_loss.get("activations", 0.0) == (7 - repeated) * layer + ends
+    for number in range(7):
+        back = found.moments.index(f"backward of layer{number}")
+        fewer = (number // every) * layer
+        was, now = (each.items["activations"][back] for each in (plain, found))
+        assert now == was - fewer
 
 
 def test_stages_count_their_own_layers() -> None:
@@ -208,7 +217,7 @@ def test_scores_of_eager_attention_are_what_selective_repeats(options: dict[str,
     """Megatron-LM's selective recomputation is core_attn of its modules."""
     old, new = (job(how, attention="eager", **options).share for how in ("selective", "attention"))
     assert old.works() == new.works()
-    assert activations(old) == activations(new)
+    assert (passing(old).total == passing(new).total).all()
     assert old.hardware_flops_per_sample == new.hardware_flops_per_sample
 
 
@@ -276,8 +285,8 @@ SETS = [
 
 
 def memory(one: Workload) -> float:
-    """Bytes at the peak."""
-    return sum(activations(one.share).values())
+    """Bytes at the peak of its passes."""
+    return float(timeline(one.share, {}).total.max())
 
 
 def time(one: Workload, gpu: Any) -> float:

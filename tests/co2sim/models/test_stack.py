@@ -13,6 +13,7 @@ from one_sample import simulate
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
+from co2sim.models.memory import Timeline
 from co2sim.models.stack import Stack
 from co2sim.prediction.notes import IDLE_STACK
 from co2sim.prediction.question import Question
@@ -227,7 +228,7 @@ def test_a_cluster_comes_back_from_what_a_file_would_say_of_it(cluster: str) -> 
 def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
     """Of replicas in bf16; and what a layer keeps is a multiple of what its backward pass needs."""
 
-    def memory(stack: str, **changes: str) -> dict[str, float]:
+    def memory(stack: str, **changes: str) -> Timeline:
         overrides = {f"stack.{name}": value for name, value in changes.items()}
         case = Question(
             cluster="dgx-h100",
@@ -237,13 +238,14 @@ def test_fp32_gradients_take_four_bytes_and_unfused_layers_more() -> None:
             stack=stack,
             overrides=overrides,
         )
-        return case.stage().memory()
+        return case.stage().timeline()
 
     summed, plain = (memory("megatron-core", main_gradients=way) for way in ("true", "false"))
-    assert summed["gradients"] == pytest.approx(2 * plain["gradients"])
+    assert summed.most("gradients") == pytest.approx(2 * plain.most("gradients"))
     once, twice = (memory("torchtitan", kept=kept) for kept in ("1", "2"))
     layers = simulate("dgx-h100", "llama3.2-1b", "ddp", gpus=8).memory_bytes_per_gpu["activations"]
-    assert twice["activations"] - once["activations"] == pytest.approx(layers, rel=0.05)
+    more = twice.most("activations") - once.most("activations")
+    assert more == pytest.approx(layers, rel=0.05)
 
 
 def test_a_gpu_whose_file_states_its_kernels_takes_nothing_of_a_stack() -> None:

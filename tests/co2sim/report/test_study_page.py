@@ -3,11 +3,13 @@
 import io
 import json
 import math
+from dataclasses import replace
 from html import unescape
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from html_pages import drawn_points, files, first_screen, heading, held, loads, policy_of
@@ -23,9 +25,11 @@ from co2sim.prediction.driver import run
 from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import NO_GOAL
+from co2sim.prediction.step_memory import StepMemory
 from co2sim.report import bundle, charts, rounds, sections
 from co2sim.report.study_page import Study
 from co2sim.report.text.cases import over_gpus
+from co2sim.report.text.memory import savings
 from co2sim.studies.grid import over_sizes
 
 PRICED = {"price_per_gpu": "2 USD/h"}
@@ -246,3 +250,57 @@ def test_the_bundle_is_kept_for_the_next_page(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert bundle.vega() == "made twice"
+
+
+@pytest.mark.parametrize(
+    "more", [{"recompute": "none"}, {"recompute": "full/2"}, {"pp": 2, "accumulation": 4}]
+)
+def test_the_memory_over_a_step_is_drawn_as_it_is(more: dict[str, Any]) -> None:
+    """Lines through the moments that are drawn pass through all the others, for every item."""
+    case = Question(cluster="dgx-h100", model="gpt2-small", strategy="fsdp", gpus=16, **more)
+    memory = StepMemory.of(case, run(case))
+    line = memory.line
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    for point in drawn_points(charts.step_memory(memory)):
+        if "item" in point:
+            drawn.setdefault(point["item"], []).append((point["moment"], point["size"] * GIB))
+    assert set(drawn) == {*line.items, *memory.beside}
+    for name, sizes in line.items.items():
+        moments, shown = zip(*drawn[name], strict=True)
+        between = np.interp(range(len(line.moments)), moments, shown)
+        assert between == pytest.approx(sizes, abs=1e-3 * GIB)
+
+
+def test_equal_layers_are_drawn_once() -> None:
+    """A picture of twice the layers has as many moments."""
+    counts = []
+    for layers in ("12", "24"):
+        case = Question(cluster="dgx-h100", model="gpt2-small", strategy="fsdp", gpus=8)
+        case = replace(case, overrides={"model.layers": layers})
+        memory = StepMemory.of(case, run(case))
+        counts.append((len(memory.line.moments), len(memory.line.bends)))
+    (few, drawn), (many, again) = counts
+    assert many > few > drawn == again
+
+
+def test_a_page_says_what_would_save_memory(text: str) -> None:
+    """Every option and size of the terminal, for the case of the answer."""
+    best = study_of(tokens=1e9, overrides=PRICED, accumulation=1).best
+    rows = savings(StepMemory.of(best.case, best.result))
+    assert rows
+    section = unescape(text.partition('id="memory"')[2].partition("</section>")[0])
+    assert all(cell in section for row in rows for cell in row)
+
+
+def test_every_item_of_memory_has_its_colour_and_its_words() -> None:
+    """No two items of a picture look alike; each is in the tables of how memory is counted."""
+    words = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text("utf-8")
+    for strategy, stack in (("ddp", "huggingface"), ("fsdp", "nanotron"), ("zeropp", "torchtitan")):
+        for recompute in ("none", "full"):
+            about = {"strategy": strategy, "stack": stack, "recompute": recompute}
+            case = Question(cluster="dgx-h100", model="gpt2-small", gpus=16, **about)
+            memory = StepMemory(case, case)
+            spec = charts.step_memory(memory)
+            assert len(colours(spec)) == len(set(memory.line.items) | set(memory.beside))
+            for name in {*memory.line.items, *memory.beside}:
+                assert f"`{name}`" in words

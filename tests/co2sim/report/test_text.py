@@ -9,7 +9,6 @@ from commands import Command
 from matplotlib.figure import Figure
 
 from co2sim.common.plots import COLOURS, STYLE, render
-from co2sim.common.units import scaled
 
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
@@ -30,10 +29,21 @@ def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Command) ->
     assert "delay by slower ranks, per round" in shown
 
 
+def changed(words: list[str], options: str) -> list[str]:
+    """A command with other options, in place of those that it has."""
+    made = [*words]
+    for name, value in re.findall(r"(--\S+)(?: ([^-]\S*))?", options):
+        flag = {"--strategy": "-s", "--gpus": "-g"}.get(name, name)
+        if flag in made:
+            del made[made.index(flag) : made.index(flag) + 2]
+        made += [flag, *[value] * bool(value)]
+    return made
+
+
 @pytest.mark.parametrize(
     ("options", "offered"),
     [
-        ("-m llama-13b -s co2:tau=4 --micro-batch 1", ["co2:tau=4,worker=node,inner=zero3"]),
+        ("-m llama-13b -s co2:tau=4 --micro-batch 1", ["co2:tau=4,worker=node,inner=fsdp"]),
         ("-m llama-7b -s zero2 -g 16 --micro-batch 16", ["--recompute full", "--micro-batch 4"]),
         ("-m llama-70b -s zero3 -g 8 --micro-batch 1 --recompute full", ["--gpus 16"]),
     ],
@@ -50,15 +60,7 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
     for instead in offered:
         assert any(instead in text for text in offers)
     for text, size in offers.items():
-        changed = list(words)
-        changes = text.split()
-        for flag, value in zip(changes[::2], changes[1::2], strict=True):
-            short = {"--strategy": "-s", "--gpus": "-g"}.get(flag, flag)
-            if short in changed:
-                changed[changed.index(short) + 1] = value
-            else:
-                changed += [flag, value]
-        found = json.loads(cli(*changed, "--json")[1])
+        found = json.loads(cli(*changed(words, text), "--json")[1])
         assert found["fits_in_memory"]
         assert float(size.split()[0]) == pytest.approx(
             found["memory_bytes_per_gpu"]["total"] / 1e9, rel=0.01
@@ -66,25 +68,67 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "less"),
+    "options",
     [
-        ("-s zero3 --recompute none", "activations", "--recompute full"),
-        ("-s ddp --recompute full", "optimizer", "shards it"),
-        ("-s co2.published:tau=4,staleness=2 --recompute full", "outer", "worker=node"),
-        ("-s zero3 -m llama-70b --recompute full", "optimizer", "more GPUs"),
+        "-c a100-tcp80 -m gpt2-xl -s ddp -g 16 --stack megatron-core --micro-batch 4",
+        "-c dgx-h100 -m llama3-8b -s fsdp -g 16 --recompute none --global-batch 64",
+        "-c dgx-h100 -m llama-7b -s co2:delay=auto -g 16 --micro-batch 4 --accumulation 2",
+        "-c dgx-h100 -m llama3-70b -s fsdp -g 64 --pp 4 --micro-batch 1 --recompute full",
     ],
 )
-def test_the_largest_item_is_named_with_what_makes_it_smaller(
-    cli: Command, options: str, name: str, less: str
-) -> None:
-    """What a user has chosen already, or what would not help, is not offered."""
-    model = "" if "-m" in options else "-m llama-7b"
-    words = f"run -c dgx-h100 {model} -g 8 --micro-batch 16 --accumulation 1 {options}".split()
-    shown = " ".join(cli(*words, "--full")[1].split())
-    items = json.loads(cli(*words, "--json")[1])["memory_bytes_per_gpu"]
-    assert items[name] == max(size for item, size in items.items() if item != "total")
-    said = shown.partition(f"largest item is {name}, {scaled(items[name], 'B')}: ")[2]
-    assert less in said[:100]
+def test_an_option_saves_what_a_run_with_it_needs_less(cli: Command, options: str) -> None:
+    """Every option is tried alone, the best first; run with it, the memory is as it said."""
+    words = f"run {options}".split()
+    plain = json.loads(cli(*words, "--memory", "--json")[1])
+    total, changes = plain["memory_bytes_per_gpu"]["total"], plain["step_memory"]["options"]
+    assert changes
+    assert [one["saves"] for one in changes] == sorted((c["saves"] for c in changes), reverse=True)
+    asked = [*words]
+    for name in ("micro_batch", "recompute", "global_batch"):
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in asked and not (name == "global_batch" and "--accumulation" in asked):
+            asked += [flag, str(plain[name])]
+    for change in changes:
+        found = json.loads(cli(*changed(asked, change["option"]), "--json")[1])
+        needed = found["memory_bytes_per_gpu"]["total"]
+        assert needed == pytest.approx(change["total"], rel=1e-9)
+        assert total - needed == pytest.approx(change["saves"], rel=1e-6)
+        assert change["saves"] > 0
+        assert change["memory_fit"] == found["memory_fit"]
+
+
+@pytest.mark.parametrize("more", ["-s fsdp", "-s ddp --recompute full", "-s fsdp --pp 4 --tp 2"])
+def test_the_peak_of_a_step_is_what_the_answer_says(cli: Command, more: str) -> None:
+    """The items of the fullest moment are those of the result; no other moment holds more."""
+    words = f"run -c dgx-h100 -m llama3-8b -g 16 {more} --memory --json".split()
+    found = json.loads(cli(*words)[1])
+    step = found["step_memory"]
+    assert step["peak_items"] == pytest.approx(found["memory_bytes_per_gpu"])
+    totals = [sum(sizes) for sizes in zip(*step["items"].values(), strict=True)]
+    assert max(totals) == pytest.approx(found["allocated_bytes_per_gpu"])
+    assert max(totals) == totals[step["moments"].index(step["peak"])]
+    for held in step["milestones"].values():
+        assert any(size == pytest.approx(held) for size in totals)
+
+
+def test_memory_shows_every_item_moment_and_option_of_the_json(cli: Command) -> None:
+    """Beside the first screen, which is the same as without it."""
+    words = ["run", "-c", "dgx-h100", "-m", "llama3-8b", "-s", "fsdp", "-g", "16"]
+    plain, shown = cli(*words)[1], cli(*words, "--memory")[1]
+    assert shown.startswith(plain)
+    step = json.loads(cli(*words, "--memory", "--json")[1])["step_memory"]
+    for name in (*step["peak_items"], *step["milestones"], *(o["option"] for o in step["options"])):
+        assert name in shown
+
+
+def test_no_option_is_offered_that_the_stack_lacks(cli: Command) -> None:
+    """PyTorch's FSDP in torchtitan has no optimizer states on the host; Megatron's ddp has."""
+    offered = {}
+    for stack in ("torchtitan", "megatron-core"):
+        words = f"run -c dgx-h100 -m llama3-8b -s ddp -g 16 --stack {stack} --memory --json".split()
+        options = json.loads(cli(*words)[1])["step_memory"]["options"]
+        offered[stack] = {option["option"] for option in options}
+    assert "--offload optimizer" in offered["megatron-core"] - offered["torchtitan"]
 
 
 # --- figures ------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import most, passing
 from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
-from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.memory import activations, kept_bytes
+from co2sim.models.memory import STATES, kept_bytes
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
@@ -180,8 +180,8 @@ def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp
     whole = BODY.layers * (2 * 2 * h + 2 * h) + 2 * h + TOKENS * h
     share = job(tp).share.parameters
     assert share == whole + (job().parameters - whole) // tp
-    states = strategies.parse("ddp").memory(job(tp).share, Layout(2, 4 // tp))
-    assert sum(states.values()) == 16 * share
+    held = most(job(tp), "ddp", Layout(2, 4 // tp))
+    assert sum(held[name] for name in STATES) == 16 * share
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_activations_of_published_models_are_those_that_were_measured(
         options: dict[str, Any] = {"recompute": recompute, "sequence_parallel": along}
         work = Workload(model, attention="eager", tp=8, **options).share
         if recompute == "full":
-            return activations(work)["checkpoints"]
+            return passing(work).most("checkpoints")
         return kept_bytes(work, work.executed[1][1])
 
     ways = (("none", True), ("selective", False), ("selective", True), ("full", False))

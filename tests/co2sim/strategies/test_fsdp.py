@@ -6,9 +6,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import line, most
 from one_sample import simulate
 
-from co2sim import strategies
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.workload import Workload
@@ -178,15 +178,22 @@ def test_what_is_copied_is_what_is_gathered_and_reduced() -> None:
 # --- memory ------------------------------------------------------------------------------------
 
 
-def memory(strategy: str, layout: tuple[int, int] = (4, 2), **changes: int) -> dict[str, float]:
-    """Of the tiny model: blocks of 640, 500, 500 and 360 parameters."""
-    return strategies.parse(strategy).memory(tiny.job(**changes), Layout(*layout))
+def memory(strategy: str, **changes: int) -> dict[str, float]:
+    """The most of each item, of the tiny model: blocks of 640, 500, 500 and 360 parameters."""
+    return most(tiny.job(**changes), strategy, Layout(4, 2))
 
 
 def test_what_is_whole_is_the_root_and_two_units() -> None:
-    """Gathered in bf16; a gradient in bf16 and one in the type of the reduction."""
+    """Gathered in bf16; a gradient of a layer in the type of the reduction, one in bf16.
+
+    The gradient of the root, of both ends, waits in bf16 for its reduction at the end.
+    """
     assert memory("fsdp")["gathered"] == 2 * (1000 + 500 + 500)
-    assert memory("fsdp")["bucket"] == (2 + 4) * 500
-    assert memory("fsdp(reduce=bf16)")["bucket"] == (2 + 2) * 500
+    assert memory("fsdp")["bucket"] == (2 + 4) * 1000
+    assert memory("fsdp(reduce=bf16)")["bucket"] == (2 + 2) * 1000
+    found = line(Workload(chain(3, ends=100)), "fsdp", Layout(4, 2))
+    back = found.moments.index("backward of layer1")
+    for name, size in (("gathered", 2 * 2200), ("bucket", 4 * 1000), ("unreduced", 2 * 1100)):
+        assert found.items[name][back] == size
     assert memory("fsdp(reshard_after_forward=false)")["gathered"] == 2 * 2000
     assert memory("fsdp(reshard_after_forward=2)")["resharded"] == 2 * 1000 / 2

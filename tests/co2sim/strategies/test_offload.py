@@ -7,6 +7,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import line
 from one_sample import simulate
 
 from co2sim import strategies
@@ -97,14 +98,14 @@ def test_a_step_takes_transfers_and_the_host_longer_and_its_own_optimizer_less(
 
 @pytest.mark.parametrize("strategy", SHARES)
 def test_states_and_master_copies_leave_the_gpu_for_the_host(strategy: str) -> None:
-    """12 bytes a parameter and its gradient on the host; fsdp keeps parameters of 2 bytes."""
+    """12 bytes a parameter and its gradient on the host, at every moment; fsdp keeps 2 bytes."""
     made = strategies.parse(strategy)
     jobs = [tiny.job(offload=one) for one in ("none", "optimizer")]
-    plain, offloaded = (made.memory(job, Layout(2, 2)) for job in jobs)
+    plain, offloaded = (line(job, strategy, Layout(2, 2)) for job in jobs)
     share, width = M / SHARES[strategy], GRADIENT.get(strategy, 2)
     gone = 12 if strategy != "fsdp" else 8 + 2  # moments, and 2 of the 4 bytes of a parameter
-    assert sum(plain.values()) - sum(offloaded.values()) == pytest.approx(gone * share)
-    assert "optimizer" not in offloaded
+    assert plain.total - offloaded.total == pytest.approx(gone * share)
+    assert "optimizer" not in offloaded.items
     schedule = made.schedule(jobs[1], Layout(2, 2))
     assert host_memory(jobs[1], schedule) == pytest.approx((12 + width) * share)
     assert host_memory(jobs[0], made.schedule(jobs[0], Layout(2, 2))) == 0
@@ -167,12 +168,13 @@ def test_a_block_is_loaded_then_gathered_then_used(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", LOADED)
 def test_nothing_of_a_parameter_stays_but_what_is_gathered(strategy: str) -> None:
     """Of 16 bytes a parameter none are on the GPU, and all on the host."""
-    made, layout = strategies.parse(strategy), Layout(2, 2)
-    plain, there = (made.memory(tiny.job(offload=one), layout) for one in ("none", "parameters"))
+    plain, there = (
+        line(tiny.job(offload=one), strategy, Layout(2, 2)) for one in ("none", "parameters")
+    )
     ranks = 2 if "node" in strategy else 4
-    assert there["parameters"] == there["gradients"] == there.get("optimizer", 0) == 0
+    assert not there.items.keys() & {"parameters", "gradients", "optimizer"}
     assert moved_to_host(plain, there) == pytest.approx(16 * M / ranks)
-    assert there["gathered"] == plain["gathered"]
+    assert (there.items["gathered"] == plain.items["gathered"]).all()
 
 
 def test_micro_steps_add_up_gradients_on_the_host() -> None:

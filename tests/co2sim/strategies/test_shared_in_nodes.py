@@ -6,6 +6,7 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import most
 
 from co2sim import strategies
 from co2sim.prediction.question import Question
@@ -64,7 +65,7 @@ def test_groups_of_any_ranks_are_parts_of_nodes_or_full_nodes() -> None:
             f"all_reduce peers({shard})": M // shard,
             f"all_gather block({shard})": M,
         }
-        memory = strategies.parse(f"zero2(shard={shard})").memory(tiny.job(), Layout(4, 4))
+        memory = most(tiny.job(), f"zero2(shard={shard})", Layout(4, 4))
         assert memory["optimizer"] == 12 * M / shard
 
 
@@ -75,8 +76,8 @@ def test_a_single_node_has_no_peers_and_a_single_gpu_nothing_to_divide(stage: st
     assert inside.body == tiny.schedule(stage, (1, 4)).body
     alone = tiny.schedule(f"{stage}(shard=node)", (4, 1), accumulation=2)
     assert tiny.moved(alone) == {"all_reduce world": M}
-    memory = strategies.parse(f"{stage}(shard=node)").memory(tiny.job(), Layout(4, 1))
-    assert memory == strategies.parse("ddp").memory(tiny.job(), Layout(4, 1))
+    memory = most(tiny.job(), f"{stage}(shard=node)", Layout(4, 1))
+    assert memory == most(tiny.job(), "ddp", Layout(4, 1))
 
 
 def test_it_combines_with_gpus_that_share_layers_sequences_and_stages() -> None:

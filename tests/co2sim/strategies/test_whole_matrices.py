@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import tiny
-from co2sim.models.blocks import Block, MatMul, Model
 from hypothesis import given
 from hypothesis import strategies as st
+from moments import most
 
 from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.common.errors import OptionError
+from co2sim.models.operators import Block, CrossEntropy, Model, Operator, Product, Table
 from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.run import execute
@@ -24,16 +25,22 @@ SIZES = [(8, 8), (8, 24), (24, 8)]
 EACH = sum(rows * columns for rows, columns in SIZES)
 
 
+def product(inner: int, columns: int, groups: int = 0) -> Product:
+    """With weights, of 16 tokens; with `groups` those of experts, which two ranks divide."""
+    size = inner * columns
+    more = {"groups": groups, "tensors": (groups * size,), "apart": 2} if groups else {}
+    return Product(**{"rows": 16, "inner": inner, "columns": columns, "tensors": (size,)} | more)
+
+
 def job(layers: int = 5, **changes: Any) -> Workload:
     """Layers of three matrices between an embedding and a head of 40 words, with a norm each."""
-    products = tuple(MatMul(16, *size) for size in SIZES)
-    sizes = (*(rows * columns for rows, columns in SIZES), 8)
-    layer = Block("layer", sizes, 1e6, 1e3, boundary_bytes=256.0, products=products)
-    head = Block("head", (320,), 1e5, 1e3, products=(MatMul(16, 8, 40),), logits=640)
+    products = tuple(product(*size) for size in SIZES)
+    layer = Block("layer", (*products, Operator(tensors=(8,), kept=500.0)), 128.0)
+    head = Block("head", (product(8, 40), CrossEntropy(rows=16, columns=40)), 128.0)
     model = Model(
         "small",
         (
-            Block("embedding", (320,), 0.0, 100.0),
+            Block("embedding", (Table(entries=40, width=8),)),
             *(replace(layer, name=f"layer{n}") for n in range(layers)),
             head,
         ),
@@ -132,9 +139,9 @@ def test_the_next_passes_wait_for_what_the_matrices_were_made(strategy: str) -> 
 
 def test_experts_are_exchanged_among_those_who_have_the_same() -> None:
     """Of two ranks with the same experts, each with half of the experts."""
-    products = (MatMul(16, 8, 8), MatMul(16, 8, 8, groups=2))
-    layer = Block("layer", (64,), 1e6, 1e3, boundary_bytes=256.0, products=products, experts=(128,))
-    blocks = (Block("embedding", (320,), 0.0, 100.0), layer, replace(layer, name="last"))
+    layer = Block("layer", (product(8, 8), product(8, 8, groups=2)), 128.0)
+    embedding = Block("embedding", (Table(entries=40, width=8),))
+    blocks = (embedding, layer, replace(layer, name="last"))
     whole = Workload(Model("moe", blocks, tokens=16), optimizer=MUON, ep=2, divided_already=True)
     schedule = strategies.parse("zero1").schedule(whole, Layout(2, 2))
     found = tiny.collectives(schedule, Kind.ALL_GATHER)
@@ -178,6 +185,6 @@ def test_shares_hold_their_part_of_the_states() -> None:
     whole = job()
     matrices, rest = 5 * EACH, 5 * 8 + 2 * 320
     for strategy, ranks in (("ddp", 1), ("zero1", 4), ("zero3", 4)):
-        memory = strategies.parse(strategy).memory(whole, Layout(2, 2))
+        memory = most(whole, strategy, Layout(2, 2))
         held = 4 * matrices + 8 * rest + 4 * (matrices + rest)
         assert memory["optimizer"] == pytest.approx(held / ranks)
