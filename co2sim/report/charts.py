@@ -220,7 +220,6 @@ _OF_ITEMS = {
     "bucket": "#F768A1",
     "reduction": "#C51B8A",
     "unreduced": "#FBB4C9",
-    "update": "#7A0177",
     "cached": "#36363D",
     "fragmentation": "#5A5A63",
     "nccl": "#9A9AA5",
