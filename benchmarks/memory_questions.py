@@ -1,11 +1,13 @@
 """Does it fit? Twenty questions of buyers, answered by co2sim and by PyTorch's trackers.
 
-    python benchmarks/memory_questions.py                   # 10 minutes
-    python benchmarks/memory_questions.py --quick           # one question; keeps nothing
+    python benchmarks/memory_questions.py            # 30 minutes
+    python benchmarks/memory_questions.py --from 15  # the questions before it stay as they are
+    python benchmarks/memory_questions.py --quick    # one question; keeps nothing
 
 Writes memory_questions.csv: a row for each question, with what PyTorch allocates and reserves by
-`memory_oracle.py`'s trackers and the rules of its caching allocator, on whole models. A GPU also
-holds buffers of NCCL and the CUDA context, which co2sim adds to both.
+`memory_oracle.py` and the rules of its caching allocator, on whole models: a line through
+fewer layers is exact for what is allocated, but not for what is reserved. A GPU also holds buffers
+of NCCL and the CUDA context, which co2sim adds to both.
 """
 
 import csv
@@ -16,7 +18,7 @@ from typing import Any
 
 from memory_oracle import LLAMA_1B, LLAMA_8B, LLAMA_70B
 from oracle_training import Setting, measure
-from reports import folder, made_by, parser, table
+from reports import RESULTS, folder, made_by, parser, table
 
 from co2sim.prediction.driver import simulate
 
@@ -145,9 +147,14 @@ def row(number: int, found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Ask all, and write the table."""
-    options = parser(__doc__, "one question").parse_args()
-    numbers = [13] if options.quick else list(range(len(QUESTIONS)))
-    rows = []
+    command = parser(__doc__, "one question")
+    command.add_argument("--from", dest="first", type=int, default=0, choices=range(20))
+    options = command.parse_args()
+    numbers = [13] if options.quick else list(range(options.first, len(QUESTIONS)))
+    rows: list[dict[str, Any]] = []
+    if options.first:
+        with (RESULTS / NAME).open(newline="") as file:
+            rows = list(csv.DictReader(file))[: options.first]
     # A process for each question: all have a process group of their own.
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool, folder(options) as out:
         for number, found in zip(numbers, pool.imap(measured, numbers, chunksize=1), strict=True):

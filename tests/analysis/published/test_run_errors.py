@@ -314,7 +314,7 @@ def test_published_memory_lies_in_the_interval_of_its_stack(
     for row in memories:
         stack = load_stack(row.cell.setup.stack).value.name
         inside.setdefault(stack, []).append(off(row) <= known.of(stack)[0])
-    assert set(inside) == set(known.stacks)
+    assert set(inside) == {name for name, stack in known.stacks.items() if stack.runs}
     for stack, hits in inside.items():
         assert len(hits) == known.stacks[stack].runs
         assert sum(hits) >= math.floor(0.9 * len(hits)), stack
@@ -322,7 +322,7 @@ def test_published_memory_lies_in_the_interval_of_its_stack(
     assert known.inside >= 0.85
 
 
-@given(st.lists(st.floats(0.01, 0.2), min_size=1, max_size=6), st.integers(2, 40))
+@given(st.lists(st.floats(0.21, 0.6), min_size=1, max_size=6), st.integers(2, 40))
 def test_a_stack_is_as_sure_as_its_runs_are_many(others: list[float], count: int) -> None:
     """Exact runs narrow the interval of their stack, few ones less, and that of no other stack."""
 
