@@ -252,7 +252,7 @@ class _Config:
 
 def is_known(values: Mapping[str, Any]) -> bool:
     """Whether `convert` reads the model type of a config."""
-    return values.get("model_type") in {*FAMILIES, *_ALIASES, *_WRAPPED}
+    return str(values.get("model_type")) in {*FAMILIES, *_ALIASES, *_WRAPPED}
 
 
 def convert(values: Mapping[str, Any], path: str) -> Tree:

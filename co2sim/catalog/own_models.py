@@ -56,7 +56,7 @@ def _changed(path: str) -> float:
 def can_trace(model_type: object) -> bool:
     """Whether a class of transformers for a type of models is installed."""
     installed = all(find_spec(name) for name in ("torch", "transformers"))
-    return installed and model_type in import_module("transformers").CONFIG_MAPPING
+    return installed and str(model_type) in import_module("transformers").CONFIG_MAPPING
 
 
 def transformers_tree(config: Tree, reference: str) -> Tree:

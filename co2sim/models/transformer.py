@@ -12,6 +12,7 @@ what an output adds stay whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
@@ -484,20 +485,16 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
     h, up, many = body.hidden, 2 if body.gated else 1, groups or 1
     first = (many * up * h * width,) if merged else (h * width,) * up
     mlp: tuple[Part, ...] = ("mlp",)
+    experts = partial(Product, groups=groups, chosen=chosen, load=load)
+    make = partial(experts, rows=rows, calls=calls, parts=mlp)
     return (
-        Product(
+        make(
             name="up",
-            rows=rows,
             inner=h,
             columns=up * width,
             widths=(width,) * up,
             tensors=first,
-            groups=groups,
-            chosen=chosen,
-            load=load,
-            calls=calls,
             kept=float(up * width),
-            parts=mlp,
             cut=cut,
             along="columns",
             what=what,
@@ -517,18 +514,12 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
             parts=("activation", "mlp"),
             cut=cut,
         ),
-        Product(
+        make(
             name="down",
-            rows=rows,
             inner=width,
             columns=h,
             tensors=(many * width * h,),
-            groups=groups,
-            chosen=chosen,
-            load=load,
-            calls=calls,
             unfused=_unfused("experts", h) if groups else (),
-            parts=mlp,
             cut="router" if groups else "",
             along="inner",
         ),
@@ -545,6 +536,26 @@ def _mlp(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
         *_two_products(body, s, body.ffn, what="columns of the MLP"),
         replace(_exchange(s, h, "output"), parts=mlp),
         *([*_biases(s, widths, mlp), *whole_bias(s, h, mlp)] if biased else []),
+    )
+
+
+def _router(body: Transformer, to: Experts, tokens: int) -> Product:
+    """The scores of all experts for every token."""
+    h, n = body.hidden, to.count
+    return Product(
+        name="router",
+        rows=tokens,
+        inner=h,
+        columns=n,
+        tensors=(h * n,),
+        wide=True,
+        kept=2.0 * n,
+        unfused=(
+            *(_unfused("experts", h) if to.shared_gate else ()),
+            *_unfused("code", 2.0 * h * bool(body.code and body.code.wide_router)),
+        ),
+        parts=("mlp",),
+        cut="router",
     )
 
 
@@ -579,42 +590,18 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
         cut="router",
     )
     back = replace(there, back=True, calls=0, more_calls=0, kept=0.0, passing=0.0, more_passing=0.0)
-    router = Product(
-        name="router",
-        rows=s,
-        inner=h,
-        columns=n,
-        tensors=(h * n,),
-        wide=True,
-        kept=2.0 * n,
-        unfused=(
-            *(_unfused("experts", h) if to.shared_gate else ()),
-            *_unfused("code", 2.0 * h * bool(body.code and body.code.wide_router)),
-        ),
-        parts=mlp,
-        cut="router",
-    )
     shared = _two_products(
         body, s, to.shared, what="columns of the shared experts", calls=0, merged=True
     )
-    routed = _two_products(
-        body,
-        rows,
-        to.width,
-        what="columns of an expert",
-        cut="experts",
-        groups=n,
-        merged=True,
-        chosen=chosen,
-        load=to.load,
-    )
+    of_experts = partial(_two_products, cut="experts", groups=n, chosen=chosen, load=to.load)
+    routed = of_experts(body, rows, to.width, what="columns of an expert", merged=True)
     biases = [
         Operator(name="bias", tensors=(n * up * to.width,), chosen=chosen, cut="experts"),
         Operator(name="bias", tensors=(n * h,), chosen=chosen, cut="router"),
     ]
     return (
         exchange("input"),
-        router,
+        _router(body, to, s),
         *(whole_bias(s, n, mlp) if to.bias else []),
         *(shared if to.shared else ()),
         *(whole_bias(s, h, mlp) if to.shared_gate else []),
@@ -652,36 +639,16 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
     """
     h, s = body.hidden, tokens
     norm = body.norm_tensors(h)
-    others = [size for size in (positions * h, token_types * h) if size]
-    embedding = (
-        Table(entries=vocab, width=h),
-        Operator(
-            name="embedding",
-            rows=s,
-            tensors=(*others, *(norm if embedding_norm else ())),
-            calls=START_CALLS,
-            kept=h * (0.5 * body.dropout + embedding_norm),  # a mask of a byte, the norm's input
-            unfused=_unfused("norms", body.unfused_norm * h * embedding_norm),
-            moved=float(h),
-            cut="tokens",
-        ),
-        _exchange(s, h, "output"),
-    )
-    outputs, of_vocabulary = vocab if labels is None else labels, labels is None
-    head = _head(
-        body,
-        1 if pooler else s,
-        outputs,
-        of_vocabulary=of_vocabulary,
-        dense=pooler or head_transform,
-        tied=tied and of_vocabulary,
-        biases=head_bias,
-    )
-    final = norm if final_norm and not head_transform else ()
+    others = tuple(size for size in (positions * h, token_types * h) if size)
+    embedding = _embedding(body, s, vocab, others, norm=embedding_norm)
+    outputs, words = vocab if labels is None else labels, labels is None
+    dense, rows = pooler or head_transform, 1 if pooler else s
+    tied_to = {"of_vocabulary": words, "tied": tied and words}
+    head = _head(body, rows, outputs, dense=dense, biases=head_bias, **tied_to)
     first = Operator(
         name="norm",
         rows=s,
-        tensors=final,
+        tensors=norm if final_norm and not head_transform else (),
         calls=HEAD_CALLS,
         kept=2.0 * h * (1 + head_transform),  # with the result of a dense layer, and its function's
         unfused=_unfused("norms", body.unfused_norm * h * final_norm),
@@ -702,6 +669,27 @@ def language_model(  # noqa: PLR0913 - one keyword per number of a model
         ),
         tokens,
         divisible=True,
+    )
+
+
+def _embedding(
+    body: Transformer, rows: int, vocab: int, others: tuple[int, ...], *, norm: bool
+) -> tuple[AnyOperator, ...]:
+    """Look-ups in a vocabulary and in `others`, their sum, and a norm, if any."""
+    h = body.hidden
+    return (
+        Table(entries=vocab, width=h),
+        Operator(
+            name="embedding",
+            rows=rows,
+            tensors=(*others, *(body.norm_tensors(h) if norm else ())),
+            calls=START_CALLS,
+            kept=h * (0.5 * body.dropout + norm),  # a mask of a byte, the norm's input
+            unfused=_unfused("norms", body.unfused_norm * h * norm),
+            moved=float(h),
+            cut="tokens",
+        ),
+        _exchange(rows, h, "output"),
     )
 
 

@@ -22,9 +22,9 @@ def test_the_catalog_has_the_factors_of_today(rows: list[Whole]) -> None:
 
 
 def test_what_is_predicted_fits_and_has_the_published_size(rows: list[Whole]) -> None:
-    """The model of a setting has the parameters of its training, within 5 %, and fits in memory."""
+    """The model of a setting has the parameters of its training, within 5 %, and may fit."""
     for row in rows:
         if row.result is not None:
             assert row.result.parameters == pytest.approx(row.training.parameters, rel=0.05)
-            assert row.result.fits_in_memory
+            assert row.result.memory_bytes_low <= row.result.gpu_memory_bytes
             assert row.training.gpus in {None, row.result.gpus}

@@ -101,7 +101,8 @@ def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
             model, micro_batch=2, attention="eager", recompute=recompute, checkpointing="reentrant"
         )
         for block, one in passes(job):
-            if one.kernels and not any(op.window for op in block.of(Attention)):
+            again = any(op.remade for op in block.of(Product))  # by kernels of scans
+            if one.kernels and not (again or any(op.window for op in block.of(Attention))):
                 total = sum(product.flops for product in one.kernels.products)
                 assert total == pytest.approx(one.flops, rel=5e-3 if block.idle else 1e-6)
 
@@ -120,7 +121,7 @@ def test_a_repeated_layer_stops_before_its_last_product(name: str) -> None:
         left_out = sum(p.flops for p in theirs.backward.kernels.products) - sum(
             p.flops for p in mine.backward.kernels.products
         )
-        expected = products if mine.block.logits else products[-1:]
+        expected = products[-1:] if job.repeats(mine.block) else products
         assert left_out == pytest.approx(sum(one.gemm(1, 2.0).flops for one in expected))
 
 
