@@ -35,6 +35,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "long_study.py": [pytest.mark.dist],
     "memory_oracle.py": [],
     "overhead.py": [],
+    "own_module.py": [pytest.mark.dist],
     "plan_search.py": [],
     "products.py": [],
     "quantization.py": [],
