@@ -9,7 +9,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly torch-versions docs bench memory-oracle formulas fidelity verify convergence long-study bound-ranking time-to-loss overhead \
+.PHONY: run check fast test nightly torch-versions docs bench memory-oracle memory-questions formulas fidelity verify convergence long-study bound-ranking time-to-loss own-module overhead \
   checkpoints explore-speed ssp quantization tasks engines chaos torchft-kills mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -79,6 +79,9 @@ products: $(STAMP)-dev
 memory-oracle: $(STAMP)-dev
 	$(BIN)/python benchmarks/memory_oracle.py $(QUICK)
 
+memory-questions: $(STAMP)-dev
+	$(BIN)/python benchmarks/memory_questions.py $(QUICK)
+
 formulas: $(STAMP)-dev
 	$(BIN)/python benchmarks/formulas.py $(QUICK)
 
@@ -130,6 +133,9 @@ chaos: $(STAMP)-dev
 torchft-kills: $(STAMP)-dev
 	$(BIN)/python -m pip install --quiet --editable '.[torchft]'
 	$(BIN)/python benchmarks/torchft_kills.py $(QUICK)
+
+own-module: $(STAMP)-dev
+	$(BIN)/python benchmarks/own_module.py $(QUICK)
 
 overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)

@@ -11,7 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from co2sim.catalog import load_model
+from co2sim.catalog.own_models import from_torch
 from co2sim.common import units
 from co2sim.prediction import driver
 from co2sim.prediction.published import read_speeds
@@ -92,9 +95,73 @@ def co2_cells() -> None:
         print(f"| {' | '.join(row)} |")
 
 
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+}
+"""Of transformers, what two models of the catalog are."""
+
+
+def traced_models() -> None:
+    """Print what the catalog's formulas say of models, beside traces of transformers' classes."""
+    import torch  # noqa: PLC0415 - of this table only
+    import transformers  # noqa: PLC0415
+
+    print("| model | figure | formula | trace | difference |\n|---|---|---|---|---|")
+    for name, values in _CONFIGS.items():
+        config = transformers.AutoConfig.for_model(use_cache=False, **values)
+        formula = load_model(name).value
+        ids = torch.zeros((1, formula.tokens), dtype=torch.int64)
+
+        def build(config: Any = config) -> Any:
+            make = transformers.AutoModelForCausalLM.from_config
+            return make(config, dtype=torch.bfloat16)
+
+        def batch(ids: Any = ids) -> dict[str, Any]:
+            return {"input_ids": ids, "labels": ids}
+
+        models = formula, from_torch(build, batch)
+        for stack in ("huggingface", "torchtitan"):
+            results = [
+                driver.run(
+                    Question(
+                        cluster="dgx-h100", model=model, strategy="fsdp", gpus=64, stack=stack,
+                        micro_batch=8192 // formula.tokens, accumulation=1, recompute="none",
+                    )
+                )
+                for model in models
+            ]  # fmt: skip
+            if stack == "huggingface":
+                _row(name, "parameters", [float(model.parameters) for model in models], ",.0f")
+                _row(name, "TFLOP a sample", [m.flops_per_sample / 1e12 for m in models], ",.1f")
+            _row(
+                name,
+                f"GB, {stack}",
+                [result.memory_bytes_per_gpu["total"] / 1e9 for result in results],
+                ".1f",
+            )
+            _row(name, f"ms, {stack}", [result.step_time_s * 1e3 for result in results], ".0f")
+
+
+def _row(name: str, figure: str, pair: Sequence[float], form: str) -> None:
+    formula, trace = pair
+    off = round(100 * (trace / formula - 1))
+    print(f"| {name} | {figure} | {formula:{form}} | {trace:{form}} | {off:+d} % |")
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["co2-cells"]:
         co2_cells()
+    elif sys.argv[1:] == ["traced-models"]:
+        traced_models()
     else:
         for one in PAGES:
             one.write_text(generated(one))

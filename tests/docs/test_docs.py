@@ -75,8 +75,9 @@ def test_python_examples_run(
 ) -> None:
     """Every Python block of a page runs by itself, and prints something."""
     text = blocks(page)[number].text
-    if "realrun" in text:
-        pytest.importorskip("torch")
+    for package in ("torch", "transformers"):
+        if f"import {package}\n" in text or (package == "torch" and "realrun" in text):
+            pytest.importorskip(package)
     if ".plot(" in text:
         pytest.importorskip("altair")
         monkeypatch.chdir(tmp_path)
@@ -89,6 +90,8 @@ def run(command: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
     for name in ("examples", "papers"):
         shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
     words = shlex.split(command)
+    if ".py:" in command:
+        pytest.importorskip("torch")
     package = {"co2sim": "co2sim.cli", "co2analysis": "analysis.cli"}[words[0]]
     with patch.context() as inside:
         inside.chdir(folder)
@@ -330,6 +333,7 @@ def test_commands_whose_output_is_not_shown_run(page: Path, tmp_path: Path) -> N
 def test_commands_on_local_cores_run(tmp_path: Path) -> None:
     """Probe, run and compare, one after the other; only shorter."""
     pytest.importorskip("torch")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     script = changed(
         "\n".join(ON_CORES),
         ("probe ", SHORT_PROBE),
