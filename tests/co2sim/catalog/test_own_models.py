@@ -9,12 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from places import ROOT  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 import co2sim  # noqa: E402
 from co2sim.catalog import load_model  # noqa: E402
 from co2sim.catalog.huggingface import convert  # noqa: E402
 from co2sim.catalog.model_files import model_from_json, model_to_json  # noqa: E402
 from co2sim.common.errors import CatalogError, Co2simError, OptionError  # noqa: E402
+from co2sim.models.from_torch import load_build, trace  # noqa: E402
 from co2sim.models.operators import Model  # noqa: E402
+from co2sim.models.trace import AttentionShape  # noqa: E402
 from co2sim.strategies import STRATEGIES  # noqa: E402
 
 SOURCE = """
@@ -146,6 +151,21 @@ def test_without_torch_a_module_is_refused_in_one_line(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(OptionError, match="PyTorch"):
         load_model(named)
+
+
+def test_a_unet_has_the_parameters_of_its_paper_and_the_flop_of_torch() -> None:
+    """35.7M (Ho et al., 2020, appendix B); FLOP of both passes but for those of attention."""
+    source = load_build(str(ROOT / "examples" / "unet.py"))
+    step = trace(source.build, source.batch, source.loss)
+    net = source.build()
+    assert source.loss is not None
+    with FlopCounterMode(display=False) as counted:
+        source.loss(net, source.batch()).backward()
+    assert round(step.parameter_count, -5) == 35_700_000
+    traced = sum(k.flop for k in step.kernels if not isinstance(k.shape, AttentionShape))
+    seen = counted.get_flop_counts()["Global"]
+    of_attention = "bmm"  # a processor runs that of transposed tensors as plain products
+    assert traced == sum(flop for op, flop in seen.items() if of_attention not in str(op))
 
 
 SMALL: dict[str, Any] = {
