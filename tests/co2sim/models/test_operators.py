@@ -50,19 +50,22 @@ def blocks(name: str) -> list[Block]:
     return [whole.blocks[place] for place in sorted(set(kinds(whole)))]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", names("models"))
-def test_ranks_have_equal_parts_of_an_operator_or_all_of_it(name: str, mesh: Mesh) -> None:
-    """Of parameters and of FLOP; a vocabulary is filled up to equal parts."""
-    part = divided(name, mesh)
-    if part is None:
-        return
+def test_ranks_have_equal_parts_of_an_operator_or_all_of_it(name: str) -> None:
+    """Of parameters and of FLOP, on every mesh; a vocabulary is filled up to equal parts."""
+    for mesh in MESHES:
+        part = divided(name, mesh)
+        if part is not None:
+            check_parts(model(name), part, mesh)
+
+
+def check_parts(whole: Model, part: Model, mesh: Mesh) -> None:
+    """Each operator of a part is one of equal parts of an operator, or all of it."""
     ranks = {mesh.tp, mesh.cp, mesh.tp * mesh.cp, mesh.ep, 1}
 
     def is_part(of_rank: float, whole: float, filled: float) -> bool:
         return any(0 <= n * of_rank - whole <= n * filled for n in ranks)
 
-    whole = model(name)
     for place in sorted(set(kinds(whole))):
         kept = [op for op in whole.blocks[place].operators if op.divided(mesh.inside)]
         for op, mine in zip(kept, part.blocks[place].operators, strict=True):
@@ -73,15 +76,19 @@ def test_ranks_have_equal_parts_of_an_operator_or_all_of_it(name: str, mesh: Mes
             assert is_part(mine.flops, op.flops, 2.0 * rows * wide), op
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", names("models"))
-def test_ranks_together_do_the_flop_of_attention_and_of_layers(name: str, mesh: Mesh) -> None:
+def test_ranks_together_do_the_flop_of_attention_and_of_layers(name: str) -> None:
     """All of attention; of products those with latent vectors and routers are on every rank."""
-    part = divided(name, mesh)
-    if part is None:
-        return
+    for mesh in MESHES:
+        part = divided(name, mesh)
+        if part is not None:
+            check_flops(model(name), part, mesh)
+
+
+def check_flops(model: Model, part: Model, mesh: Mesh) -> None:
+    """The layers of all ranks have the FLOP of the whole, and of what each of them repeats."""
     ranks = mesh.tp * mesh.cp
-    for one, whole in zip(part.blocks[1:-1], model(name).blocks[1:-1], strict=True):
+    for one, whole in zip(part.blocks[1:-1], model.blocks[1:-1], strict=True):
         alone = [op for op in whole.of(Product) if not op.along]
         repeated = (mesh.tp - 1) * sum(op.flops for op in alone)
         if mesh.sequence_parallel and mesh.ep > 1:
@@ -128,12 +135,15 @@ def operators_of(name: str) -> list[str]:
     return [part for part in OPERATORS if part in present]
 
 
-@pytest.mark.parametrize("attention", ["flash", "eager"])
 @pytest.mark.parametrize("name", names("models"))
-def test_operators_that_are_made_again_save_as_much_together_as_apart(
-    name: str, attention: str
-) -> None:
-    """In every block; an activation function is a part of its MLP."""
+def test_operators_that_are_made_again_save_as_much_together_as_apart(name: str) -> None:
+    """In every block, by either attention; an activation function is a part of its MLP."""
+    for attention in ("flash", "eager"):
+        check_savings(name, attention)
+
+
+def check_savings(name: str, attention: str) -> None:
+    """Of all sets of operators of a model."""
     parts = operators_of(name)
     options = {"micro_batch": 2, "attention": attention, "checkpointing": "reentrant"}
     jobs = {
