@@ -20,7 +20,7 @@ LEAST = 512
 SMALL = MIB
 SEGMENTS = 2 * MIB, 20 * MIB
 OWN = 10 * MIB
-"""From so many bytes on a block has a segment of its own."""
+"""A block of at least these bytes has a segment of its own."""
 
 Event = tuple[Literal["take", "give", "kind"], int, int | str]
 """A storage that takes bytes, or gives them back, or is found to be of a kind."""
@@ -54,7 +54,7 @@ class Allocator:
     )
 
     def take(self, size: int, stream: str) -> _Block:
-        """A block for so many bytes."""
+        """A block of at least these bytes."""
         size = -(-size // LEAST) * LEAST
         small = size <= SMALL
         pool = stream, small

@@ -135,7 +135,7 @@ class Moments(MemTracker):
         super()._update_snap(u_type, winfo, *rest, **named)
 
     def _record(self, change: str, winfo: Any) -> None:
-        """What the allocator is asked for; a storage that changes its size is made anew."""
+        """What the allocator is asked for; a storage that changes its size counts as a new one."""
         if change == "ADD":
             self.numbers[id(winfo)] = len(self.events)
         number = self.numbers[id(winfo)]

@@ -81,7 +81,7 @@ def errors(by_run: Mapping[str, Mapping[str, float]]) -> Spec:
             tooltip=["run:N", "what:N", alt.Tooltip("error:Q", format="+.1%")],
         )
     )
-    rule = alt.Chart(data([{"error": 0}])).mark_rule(color=TEXT, aria=False).encode(x="error:Q")
+    rule = alt.Chart(data([{"error": 0}])).mark_rule(color=TEXT).encode(x="error:Q")
     return spec(alt.layer(rule, points), ROW * len(by_run))
 
 

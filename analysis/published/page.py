@@ -206,7 +206,8 @@ def _cells_chart(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]
     y = alt.Y("predicted:Q", scale=log, title="predicted", axis=axis)
     colour = _colours(every, rows)
     layers = [equality(x, y, ends)]
-    layers.append(interval(marks, "y", {"x": x, "y": y, "color": colour}, opacity=0.25))
+    if any(row["low"] is not None for row in marks):  # marks of nothing have no text either
+        layers.append(interval(marks, "y", {"x": x, "y": y, "color": colour}, opacity=0.25))
     uses = {row["fitted"] for row in marks}
     shape = shaped("fitted", {use: name for use, name in _SHAPES.items() if use in uses})
     layers += [

@@ -349,7 +349,7 @@ def _as_on_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch._subclasses, "FakeTensor", _Never))
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _overwrite))
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)  # one kernel for an LSTM, whose FLOP nobody counts
+        torch._C._set_mkldnn_enabled(False)  # one kernel for an LSTM: its FLOP are not counted
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_NoCuda())

@@ -492,7 +492,7 @@ def kept_bytes(job: Workload, block: Block) -> Bytes:
     products = block.of(Product)
     if not any(op.name == "bias" for op in block.operators):
         every = [op.rows * width for op in products for width in op.widths or (op.columns,)]
-        # Its last product's result is read by nobody else: compiled code does not keep it.
+        # No other operator reads the result of its last product: compiled code does not keep it.
         elements += sum(every[: -1 if job.compiled else None : 2])
     scores = [op for op in block.of(Attention) if op.softmax]
     elements += sum(op.rows * op.heads * op.value for op in scores)

@@ -57,7 +57,7 @@ _TRACED = {False: _Traced(2.26, 74 / 26), True: _Traced(0.63, 13 / 26)}
 Stacks' `elementwise` and `call_overhead` were fitted with the formulas, in which every activation
 that is kept is written and read once, and backward twice. A layer of Llama 3 8B as transformers
 5.23 has it moves 15.49 GB a sample of 8,192 tokens, and 4.30 where chains are fused (True: a stack
-that compiles); the formula 6.85 GB. Source: tests/co2sim/models/test_traced.py.
+that compiles); the formula 6.85 GB. Source: tests/co2sim/catalog/test_own_models.py.
 """
 
 _BOTH = 2

@@ -6,6 +6,7 @@ products that run, forward; a kernel skips a part of those above the diagonal, w
 it does for causal attention. They grow with the tokens of a sample, as these fill whole chunks.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,14 +16,14 @@ from co2sim.schedule.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+class Scan(ABC):
     """What stands in place of attention; `readers` are the products that read a layer's input."""
 
     readers: ClassVar[int]
 
+    @abstractmethod
     def operators(self, tokens: int, hidden: int) -> tuple[AnyOperator, ...]:
         """Those of a layer of width `hidden`, on samples of some tokens."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
