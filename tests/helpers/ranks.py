@@ -29,6 +29,18 @@ from realrun.launch.launcher import GRACE, host_store, rank_environment
 from realrun.launch.monitor import supervise
 from realrun.launch.processes import RankProcess
 
+TWO_RANKS = """
+name = "this machine"
+source = "for tests"
+nodes = 1
+gpus_per_node = 2
+gpu = "virtual"
+backend = "gloo"
+intra = { bandwidth = "1 GB/s", latency = "50 us" }
+inter = { bandwidth = "1 GB/s", latency = "50 us" }
+"""
+"""A cluster file of two virtual GPUs on this machine."""
+
 LOADED = (
     "pytest",
     "torch._dynamo",  # which the first step of an optimizer loads: a second of every rank

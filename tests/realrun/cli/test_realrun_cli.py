@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Command, python
-from ranks import realrun_on_ranks
+from ranks import TWO_RANKS, realrun_on_ranks
 
 pytest.importorskip("torch")
 
@@ -17,25 +17,13 @@ from co2sim import Layout, Question
 from co2sim.prediction import driver
 from realrun import record
 
-CLUSTER = """
-name = "this machine"
-source = "for this test"
-nodes = 1
-gpus_per_node = 2
-gpu = "virtual"
-backend = "gloo"
-intra = { bandwidth = "1 GB/s", latency = "50 us" }
-inter = { bandwidth = "1 GB/s", latency = "50 us" }
-"""
-
-
 RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
 
 
 @pytest.mark.dist
 def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
     """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(TWO_RANKS)
     done = realrun_on_ranks(
         tmp_path, 2, *RUN, *["-s", "ddp", "-s", "co2.published:tau=2", "--check", "--json"]
     )
@@ -62,7 +50,7 @@ def test_numbers_to_be_chosen_are_refused(
     realrun: Command, tmp_path: Path, strategy: str, missing: str
 ) -> None:
     """Before a rank starts, on a line that says what is missing."""
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(TWO_RANKS)
     words = ("run", "-s", "ddp", "-s", strategy)
     code, out, err = realrun(*words, "-c", "cluster.toml", "-m", "tiny-5m")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -77,7 +65,7 @@ def test_what_a_run_will_take_is_said_before_it_starts(
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.measure import computing_time  # noqa: PLC0415 - torch
 
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(TWO_RANKS)
     case = Question(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
     world: Any = SimpleNamespace(layout=Layout(1, 1), backend="gloo")
     simulated = driver.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
@@ -132,7 +120,7 @@ def test_the_first_news_comes_when_it_is_due(
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
     """Flops kernels on one rank, which the command starts: a trace, no communication, a speed."""
-    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    (tmp_path / "cluster.toml").write_text(TWO_RANKS)
     case = "run -c cluster.toml -m tiny-5m -s ddp --rounds 1 --nproc 1 --json"
     kernels = "--kernels flops --precision fp32 --set model.seq_len=64"
     done = python(tmp_path, "-m", "realrun", *case.split(), *kernels.split())

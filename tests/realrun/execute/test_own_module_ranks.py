@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from places import ROOT
-from ranks import on_ranks, realrun_on_ranks
+from ranks import TWO_RANKS, on_ranks, realrun_on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -34,16 +34,6 @@ from realrun.execute.world import World
 from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER
 
 MODEL = f"{ROOT / 'examples' / 'own_model.py'}:small"
-CLUSTER = """
-name = "this machine"
-source = "for this test"
-nodes = 1
-gpus_per_node = 2
-gpu = "virtual"
-backend = "gloo"
-intra = { bandwidth = "1 GB/s", latency = "50 us" }
-inter = { bandwidth = "1 GB/s", latency = "50 us" }
-"""
 STEPS, SAMPLES = 2, 4
 aten: Any = torch.ops.aten
 
@@ -134,7 +124,7 @@ def sent_by_fsdp(_world: World) -> list[list[Any]]:
 
 def predicted(folder: Path, strategy: str) -> Stage:
     """The same step, by co2sim: eager kernels in fp32, without recomputation."""
-    (folder / "cluster.toml").write_text(CLUSTER)
+    (folder / "cluster.toml").write_text(TWO_RANKS)
     return Question(
         cluster=str(folder / "cluster.toml"),
         model=MODEL,
