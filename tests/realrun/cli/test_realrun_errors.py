@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from commands import Command, refused
-from test_realrun_cli import CLUSTER
+from ranks import TWO_RANKS
 
 pytest.importorskip("torch")
 
@@ -60,7 +60,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a cluster, and with all of these."""
     place = tmp_path_factory.mktemp("there")
-    (place / "cluster.toml").write_text(CLUSTER)
+    (place / "cluster.toml").write_text(TWO_RANKS)
     for name, prepare in FOLDERS.items():
         (place / name).mkdir()
         prepare(place / name)
