@@ -23,10 +23,10 @@ from typing import Any
 from reports import folder, installed, made_by, parser, table
 
 from co2sim.catalog import Contents, huggingface, load_model
-from co2sim.models.memory import kept_bytes
 from co2sim.models.operators import Attention, Model, Unfused
-from co2sim.models.trace import AttentionShape, Trace
-from co2sim.models.workload import Workload
+from co2sim.tracing.trace import AttentionShape, Trace
+from co2sim.training.memory import kept_bytes
+from co2sim.training.workload import Workload
 
 NAME = "formulas.csv"
 QUICK = ("llama", "qwen3_moe")
@@ -226,7 +226,7 @@ def measured(case: str) -> Trace:
     import torch  # noqa: PLC0415 - slow
     import transformers  # noqa: PLC0415
 
-    from co2sim.models.from_torch import trace  # noqa: PLC0415
+    from co2sim.tracing.from_torch import trace  # noqa: PLC0415
 
     transformers.logging.set_verbosity_error()
     config, kind = configuration(case), own_type(case)

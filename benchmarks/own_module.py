@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import co2sim
-from co2sim.models.from_torch import load_build
+from co2sim.tracing.from_torch import load_build
 from realrun.launch.launcher import run_local
 
 MODEL = f"{Path(__file__).parents[1] / 'examples' / 'own_model.py'}:small"

@@ -64,13 +64,13 @@ from co2sim.catalog import load_cluster
 from co2sim.common.plots import COLOURS
 from co2sim.common.units import Seconds, parse
 from co2sim.hardware.cluster import GPU
-from co2sim.models.workload import Workload
 from co2sim.prediction.driver import resolve_auto
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
+from co2sim.training.workload import Workload
 from realrun.execute.world import World
 from realrun.lab.lab import Lab, stated_cluster
 from realrun.train import TrainSettings

@@ -15,11 +15,11 @@ from co2sim.catalog.specs import SCANS
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
-from co2sim.models.stack import Stack
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction.figures import COLUMNS
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
 from co2sim.studies.table import sortable
+from co2sim.training.stack import Stack
 
 PROGRAMS = {"co2sim": "co2sim", "realrun": "realrun", "co2analysis": "analysis"}
 """Programs, and their packages."""

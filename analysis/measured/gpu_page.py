@@ -16,11 +16,11 @@ from co2sim.common.files import text_of
 from co2sim.common.units import Seconds, duration, scaled
 from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import OVERHEAD, kept_bytes
-from co2sim.models.workload import Workload
 from co2sim.prediction.driver import simulate
 from co2sim.schedule.schedule import Compute, Kernels
 from co2sim.simulation.costs import compute_time, kernel_time
+from co2sim.training.memory import OVERHEAD, kept_bytes
+from co2sim.training.workload import Workload
 
 Section: TypeAlias = Sequence[Mapping[str, Any]]
 

@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 from analysis.published.parameters import GROUPS
 from analysis.published.runs import PAPERS, Paper, RunSetup, TrainingRun, papers, training_runs
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
-from co2sim.models.workload import Workload
 from co2sim.prediction.calibrations import figures_of
 from co2sim.prediction.intervals import RunKind, kind_of
 from co2sim.prediction.published import (
@@ -26,6 +25,7 @@ from co2sim.prediction.published import (
 )
 from co2sim.strategies import STRATEGIES, with_options
 from co2sim.strategies.step import title
+from co2sim.training.workload import Workload
 
 RunQuantity: TypeAlias = Literal["iteration_ms", "tokens_per_s_per_gpu", "memory_gib"]
 Quantity: TypeAlias = RunQuantity | Literal["tflops_per_gpu", "tokens_per_s", "inter_node_volume"]

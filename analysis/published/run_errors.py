@@ -29,8 +29,6 @@ from analysis.published.stack_fit import (
 )
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
-from co2sim.models.memory import GIB, reserved
-from co2sim.models.stack import Setting
 from co2sim.prediction.evidence import EVIDENCE, PublishedRun
 from co2sim.prediction.intervals import (
     ERRORS,
@@ -52,6 +50,8 @@ from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import calibrate, moved
 from co2sim.studies.measured_runs import MeasuredRun
+from co2sim.training.memory import GIB, reserved
+from co2sim.training.stack import Setting
 
 INTERVALS = "run_intervals.toml"
 """The file of `papers/` with the model of errors without each source."""
@@ -153,9 +153,9 @@ def _setting(case: Question, result: Result) -> Setting:
 
 # --- memory --------------------------------------------------------------------------------------
 #
-# The peak follows from formulas (`co2sim.models.memory`). No number is fitted to these runs, but a
-# setting of one stack was inferred from them (docs/stacks.md). Runs that need what is not modelled
-# do not count.
+# The peak follows from formulas (`co2sim.training.memory`). No number is fitted to these runs, but
+# a setting of one stack was inferred from them (docs/stacks.md). Runs that need what is not
+# modelled do not count.
 
 _HARMLESS = {"fp8", "torch.compile", "selective activation checkpointing", "async TP"}
 """What runs need that changes their speed, but hardly their memory."""

@@ -20,12 +20,12 @@ from co2sim.common.errors import CatalogError, OptionError, given, visible
 from co2sim.common.files import is_below, text_of
 from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.framework import AttentionKernel, Checkpointing, Loss
 from co2sim.models.operators import NARROW, Model
 from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
 from co2sim.prediction.question import Question
 from co2sim.strategies import Strategy, parse
+from co2sim.training.framework import AttentionKernel, Checkpointing, Loss
 
 _PACKAGE = Path(__file__).parents[1]
 

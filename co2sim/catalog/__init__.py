@@ -31,8 +31,8 @@ from co2sim.common.validation import Place, first_problem, names_at
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import ORIGINS, Failures
 from co2sim.models.operators import Model
-from co2sim.models.optimizer import Optimizer
-from co2sim.models.stack import CHANGED, Stack
+from co2sim.training.optimizer import Optimizer
+from co2sim.training.stack import CHANGED, Stack
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError

@@ -16,7 +16,7 @@ from co2sim.models.operators import Model
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from co2sim.models.from_torch import Batch, Build, Loss, Source
+    from co2sim.tracing.from_torch import Batch, Build, Loss, Source
 
 _MOST_TRACED = 16
 """Models that are kept: a study asks for one again and again."""
@@ -29,8 +29,8 @@ def from_torch(build: "Build", batch: "Batch", loss: "Loss | None" = None, name:
     `.loss` of what the module returns, else the mean of its first tensor. Needs PyTorch. Raises
     OptionError for what cannot be traced.
     """
-    from co2sim.models.from_torch import trace  # noqa: PLC0415 - it imports torch
-    from co2sim.models.traced import model_of  # noqa: PLC0415 - only of traces
+    from co2sim.tracing.from_torch import trace  # noqa: PLC0415 - it imports torch
+    from co2sim.tracing.traced import model_of  # noqa: PLC0415 - only of traces
 
     step = trace(build, batch, loss)
     return model_of(step, name or step.modules[0].kind)
@@ -38,7 +38,7 @@ def from_torch(build: "Build", batch: "Batch", loss: "Loss | None" = None, name:
 
 def traced_tree(reference: str) -> Tree:
     """What a file would say of the module of "my_model.py:build". Raises OptionError."""
-    from co2sim.models.from_torch import load_build  # noqa: PLC0415 - it imports torch
+    from co2sim.tracing.from_torch import load_build  # noqa: PLC0415 - it imports torch
 
     path, _, function = reference.partition(".py:")
     name = f"{Path(path).name.removesuffix('.py')}:{function or 'build'}"
@@ -68,7 +68,7 @@ def transformers_tree(config: Tree, reference: str) -> Tree:
 
 def _of_config(text: str) -> "Source":
     """With a sequence as models of its size are trained on."""
-    from co2sim.models.from_torch import load_config  # noqa: PLC0415 - it imports torch
+    from co2sim.tracing.from_torch import load_config  # noqa: PLC0415 - it imports torch
 
     return load_config(text, lambda parameters: int(usual_sequence(parameters)["tokens"]))
 

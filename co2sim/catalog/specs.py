@@ -52,10 +52,8 @@ from co2sim.hardware.contract import Contract
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.delta_rule import DeltaRule
 from co2sim.models.operators import Model, plain_block
-from co2sim.models.optimizer import Optimizer
 from co2sim.models.scan import Scan
 from co2sim.models.ssd import SSD
-from co2sim.models.stack import Runs, Setting, Stack
 from co2sim.models.transformer import (
     LETTERS,
     Bias,
@@ -66,6 +64,8 @@ from co2sim.models.transformer import (
     language_model,
 )
 from co2sim.models.vision import diffusion_transformer, vision_transformer
+from co2sim.training.optimizer import Optimizer
+from co2sim.training.stack import Runs, Setting, Stack
 
 
 def number(quantity: Quantity) -> BeforeValidator:

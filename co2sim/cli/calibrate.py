@@ -12,13 +12,13 @@ from co2sim.common.errors import OptionError, given
 from co2sim.common.files import is_regular, text_of, write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted
-from co2sim.models.memory import GIB, reserved
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.report.text.screen import Screen, print_screen
 from co2sim.studies.calibration import HEAD, NUMBERS, Calibrated, stack_file
 from co2sim.studies.calibration import calibrate as fitted
 from co2sim.studies.measured_runs import MeasuredRun, measured_runs
+from co2sim.training.memory import GIB, reserved
 
 _FAR_OFF = 0.15
 """Error of a run behind its own calibration that is worth a warning."""

@@ -11,9 +11,9 @@ from co2sim.catalog.model_files import model_to_json
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, scaled
-from co2sim.models.memory import kept_bytes
 from co2sim.models.operators import Block, Model, kinds
-from co2sim.models.workload import Workload
+from co2sim.training.memory import kept_bytes
+from co2sim.training.workload import Workload
 
 
 def model(

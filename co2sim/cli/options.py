@@ -23,8 +23,6 @@ from co2sim.common import convert
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import parse_number
-from co2sim.models.optimizer import Optimizer
-from co2sim.models.stack import Stack
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.step_factors import ONE_TRAINING, Goal, Project
 from co2sim.prediction.whole import PUBLISHED, read_project
@@ -32,6 +30,8 @@ from co2sim.simulation.noise import Noise
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.studies.pools import LOKY, Engine
+from co2sim.training.optimizer import Optimizer
+from co2sim.training.stack import Stack
 
 Cluster = Annotated[
     str, typer.Option("--cluster", "-c", help="Catalog name (`co2sim list clusters`) or TOML file.")

@@ -1,1 +1,1 @@
-"""Blocks of a model, the FLOP and bytes of a batch, and the memory that training needs."""
+"""Networks as lists of operators."""

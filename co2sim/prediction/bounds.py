@@ -29,9 +29,6 @@ from co2sim.common.errors import OptionError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.framework import recomputation
-from co2sim.models.memory import timeline
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, call_strategy, stage_of, with_short_rounds
 from co2sim.prediction.measure import between_stages, pass_times, sent_on
 from co2sim.schedule.exchanges import TENSOR
@@ -43,6 +40,9 @@ from co2sim.simulation.run import expected_slowest
 from co2sim.strategies import LocalSteps, Strategy, is_built_in
 from co2sim.strategies.local import OUTER, Replica, round_steps
 from co2sim.strategies.step import COMPUTE, title
+from co2sim.training.framework import recomputation
+from co2sim.training.memory import timeline
+from co2sim.training.workload import Workload
 
 T = TypeVar("T")
 

@@ -23,9 +23,7 @@ from co2sim.common.delayed_averaging import LONGEST, bounded
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import Done
 from co2sim.common.units import Bytes, Seconds
-from co2sim.models.framework import Recompute
 from co2sim.models.operators import Model
-from co2sim.models.workload import MAX_SAMPLES
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import Job, with_short_rounds
 from co2sim.prediction.notes import BATCH_OF, FASTEST
@@ -35,6 +33,8 @@ from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps
 from co2sim.strategies.co2 import CO2, has_auto_options
 from co2sim.strategies.local import round_steps
+from co2sim.training.framework import Recompute
+from co2sim.training.workload import MAX_SAMPLES
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full", "full/2", "norms+activation")
 """What is tried, as far as the model and the stack have something for them."""

@@ -12,9 +12,9 @@ from co2sim.common.units import Seconds, timespan
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import Failures
 from co2sim.models.operators import Model
-from co2sim.models.optimizer import ADAMW, Optimizer
 from co2sim.prediction.goodput import Goodput, Shares, goodput_where, trained_of
 from co2sim.prediction.result import Result
+from co2sim.training.optimizer import ADAMW, Optimizer
 
 DEFAULT = "published"
 """The failures of the catalog that count where a cluster names none."""

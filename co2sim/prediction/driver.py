@@ -12,7 +12,6 @@ from co2sim.common.progress import Done, progress_bar
 from co2sim.common.units import Seconds, counted, figures
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.operators import Model
-from co2sim.models.stack import Setting
 from co2sim.prediction.choose import choose, choose_batch, even
 from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
@@ -42,6 +41,7 @@ from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.training.stack import Setting
 
 _ROUNDS = "simulating rounds"
 _ASKED = {"cluster", "model", "strategy"}

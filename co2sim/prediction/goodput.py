@@ -16,11 +16,11 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.models.adapters import with_adapters
 from co2sim.models.operators import Model
-from co2sim.models.optimizer import ADAMW, FP32, Optimizer, states_per_parameter
 from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
+from co2sim.training.optimizer import ADAMW, FP32, Optimizer, states_per_parameter
 
 _MAX = 600.0
 """Of an exponent: beyond it nothing is ever finished."""

@@ -28,7 +28,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from co2sim.common.units import Bytes, counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
 from co2sim.models.operators import Model
-from co2sim.models.stack import Setting, plain_name
 from co2sim.prediction.calibrations import (
     Calibration,
     calibrations,
@@ -42,6 +41,7 @@ from co2sim.prediction.result import Result
 from co2sim.schedule.schedule import WORLD, Layout
 from co2sim.strategies import Strategy, says
 from co2sim.strategies.fsdp import FSDP
+from co2sim.training.stack import Setting, plain_name
 
 # --- distances ------------------------------------------------------------------------------------
 

@@ -18,11 +18,7 @@ from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.framework import Recompute, check_applies
-from co2sim.models.memory import STATES, Timeline, overhead, timeline
 from co2sim.models.operators import Block, Model, Product
-from co2sim.models.stack import UNNAMED, Setting, Stack
-from co2sim.models.workload import Workload
 from co2sim.schedule.exchanges import apply_tensor_parallelism
 from co2sim.schedule.mesh import Mesh, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
@@ -30,6 +26,10 @@ from co2sim.simulation.noise import RunOptions
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, options_of, with_options
 from co2sim.strategies.local import OUTER, workers_of
 from co2sim.strategies.step import title
+from co2sim.training.framework import Recompute, check_applies
+from co2sim.training.memory import STATES, Timeline, overhead, timeline
+from co2sim.training.stack import UNNAMED, Setting, Stack
+from co2sim.training.workload import Workload
 
 _T = TypeVar("_T")
 _QUIETLY = RunOptions()

@@ -8,9 +8,9 @@ from typing import Any
 from co2sim.common.units import scaled
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.operators import Model
-from co2sim.models.stack import Shares, plain_name
 from co2sim.prediction.result import Result
 from co2sim.strategies import STRATEGIES
+from co2sim.training.stack import Shares, plain_name
 
 
 @dataclass(frozen=True, kw_only=True)

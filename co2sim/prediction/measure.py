@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.models.memory import allocated
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import Job, Stage, chunks_of, stage_of
 from co2sim.prediction.notes import beyond_the_table
 from co2sim.prediction.result import Result
@@ -26,6 +24,8 @@ from co2sim.simulation import metrics
 from co2sim.simulation.costs import compute_time, cost_of, kernel_parts, peak_flops, traffic
 from co2sim.simulation.trace import Trace
 from co2sim.strategies.step import title
+from co2sim.training.memory import allocated
+from co2sim.training.workload import Workload
 
 _SEND = "send_receive"
 """In breakdowns: what stages send each other."""

@@ -10,9 +10,7 @@ from itertools import pairwise
 from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.models.memory import host_memory, moved_to_host
 from co2sim.models.operators import Attention, Block
-from co2sim.models.workload import Workload
 from co2sim.prediction.intervals import (
     CONTEXT_ERROR,
     CONTEXT_RUNS,
@@ -28,6 +26,8 @@ from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import Replica
 from co2sim.strategies.zero import Zero3
 from co2sim.strategies.zeropp import ZeroPP
+from co2sim.training.memory import host_memory, moved_to_host
+from co2sim.training.workload import Workload
 
 _MIN_GAIN = 1e-3
 """Of the speed: what a warning must be worth."""

@@ -18,12 +18,12 @@ from pydantic import (
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given
 from co2sim.common.validation import first_problem
-from co2sim.models.framework import AttentionKernel, Checkpointing, Loss, recomputation
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.simulation.metrics import scalability_ratio
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
+from co2sim.training.framework import AttentionKernel, Checkpointing, Loss, recomputation
 
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""

@@ -28,18 +28,7 @@ from co2sim.common.convert import Count, Number, Reader, Within, option
 from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.hardware.offloading import ASSUMED, unknown
-from co2sim.models.framework import (
-    AttentionKernel,
-    Checkpointing,
-    Loss,
-    Recompute,
-    check_applies,
-    recomputation,
-)
 from co2sim.models.operators import NARROW, Model
-from co2sim.models.optimizer import Optimizer
-from co2sim.models.stack import UNNAMED, Runs, Stack, needs_of
-from co2sim.models.workload import MAX_RANK, Narrow, Offload, Workload
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
@@ -47,6 +36,17 @@ from co2sim.simulation.costs import peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
+from co2sim.training.framework import (
+    AttentionKernel,
+    Checkpointing,
+    Loss,
+    Recompute,
+    check_applies,
+    recomputation,
+)
+from co2sim.training.optimizer import Optimizer
+from co2sim.training.stack import UNNAMED, Runs, Stack, needs_of
+from co2sim.training.workload import MAX_RANK, Narrow, Offload, Workload
 
 Thoroughness: TypeAlias = Literal["quick", "full"]
 """quick: no further simulation; full: some further ones, with moved constants."""

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import Bytes
-from co2sim.models.memory import OVERHEAD, Timeline
 from co2sim.prediction.intervals import memory_ends
 from co2sim.prediction.job import Job, Stage
 from co2sim.prediction.question import Question
@@ -20,6 +19,7 @@ from co2sim.prediction.result import MemoryFit, Result, memory_fit
 from co2sim.strategies import STRATEGIES, Strategy, with_options
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
+from co2sim.training.memory import OVERHEAD, Timeline
 
 _SHARDED = ("zero1", "zero2", "zero3", "fsdp")
 """Strategies, or inner ones, that keep less than a whole model and its states on every GPU."""

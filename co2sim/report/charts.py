@@ -15,7 +15,6 @@ from typing import Any, Literal
 import altair as alt
 import numpy as np
 
-from co2sim.models.memory import GIB
 from co2sim.prediction.figures import shared_batch
 from co2sim.prediction.published import SpeedComparison
 from co2sim.prediction.question import Question
@@ -65,6 +64,7 @@ from co2sim.report.rounds import Round
 from co2sim.report.tables import Answered
 from co2sim.studies.grid import display_name, offer_name
 from co2sim.studies.sensitivity import Sensitivity
+from co2sim.training.memory import GIB
 
 PARTS = (
     "computing, nothing sent",

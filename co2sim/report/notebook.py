@@ -13,7 +13,6 @@ import pandas as pd
 
 from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.units import EXAMPLES, counted, duration, parse
-from co2sim.models.memory import GIB
 from co2sim.prediction.result import Result
 from co2sim.report.chart_style import (
     COLUMNS,
@@ -41,6 +40,7 @@ from co2sim.report.rounds import kind_of, round_of
 from co2sim.schedule.schedule import Op, Schedule
 from co2sim.simulation.trace import Trace
 from co2sim.studies.table import VARIED
+from co2sim.training.memory import GIB
 
 _WIDTH = 600
 _INK = "#222222"

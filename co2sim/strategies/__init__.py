@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin
 
 from co2sim.common import convert
 from co2sim.common.errors import OptionError, nearest
-from co2sim.models.memory import Items
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import MESH
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2, PublishedCO2
@@ -19,6 +17,8 @@ from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
 from co2sim.strategies.zero import DDP, Zero1, Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
+from co2sim.training.memory import Items
+from co2sim.training.workload import Workload
 
 __all__ = [
     "STRATEGIES",

@@ -5,8 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from co2sim.common.delayed_averaging import LateAverage, kept
 from co2sim.common.errors import OptionError
-from co2sim.models.memory import Items
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Auto,
@@ -22,6 +20,8 @@ from co2sim.strategies.local import (
     round_steps,
 )
 from co2sim.strategies.step import QUANTIZED, whole_options
+from co2sim.training.memory import Items
+from co2sim.training.workload import Workload
 
 _MAX_STALENESS = 100
 """A rank keeps a buffer for every average in flight: as many rounds pass before a steady one."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.common.errors import OptionError
-from co2sim.models.memory import Items
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Averages,
@@ -17,6 +15,8 @@ from co2sim.strategies.local import (
     launches,
 )
 from co2sim.strategies.step import QUANTIZED, SCALE_BLOCK, whole_options
+from co2sim.training.memory import Items
+from co2sim.training.workload import Workload
 
 _MAX_FRAGMENTS = 1_000
 """Far beyond the layers of a model, which Streaming DiLoCo averages a few at a time."""

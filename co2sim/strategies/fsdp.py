@@ -9,8 +9,6 @@ import numpy as np
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
-from co2sim.models.memory import Items, Passing, as_they_come, casts
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     WORLD,
     After,
@@ -48,6 +46,8 @@ from co2sim.strategies.step import (
     whole_options,
 )
 from co2sim.strategies.whole_matrices import EXCHANGED, Division, check_shapes, refuse_whole
+from co2sim.training.memory import Items, Passing, as_they_come, casts
+from co2sim.training.workload import Workload
 
 REPLICATE = "replicate"
 """The stream of all-reduces between groups of shards: their own communicator."""

@@ -12,8 +12,6 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from co2sim.common.delayed_averaging import LONGEST
 from co2sim.common.errors import OptionError
-from co2sim.models.memory import Items, model_states
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -47,6 +45,8 @@ from co2sim.strategies.step import (
 )
 from co2sim.strategies.zero import DDP, Zero1, Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
+from co2sim.training.memory import Items, model_states
+from co2sim.training.workload import Workload
 
 Worker: TypeAlias = Literal["gpu", "node", "site"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"]

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.models.memory import Items
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Averages,
@@ -15,6 +13,8 @@ from co2sim.strategies.local import (
     averaged_rounds,
     check,
 )
+from co2sim.training.memory import Items
+from co2sim.training.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

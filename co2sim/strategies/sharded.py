@@ -11,9 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
-from co2sim.models.memory import Passing
 from co2sim.models.operators import Block
-from co2sim.models.workload import BlockWork, Workload
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
@@ -39,6 +37,8 @@ from co2sim.strategies.step import (
     whole_options,
 )
 from co2sim.strategies.whole_matrices import Division
+from co2sim.training.memory import Passing
+from co2sim.training.workload import BlockWork, Workload
 
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""

@@ -10,7 +10,6 @@ from co2sim.common.resources import require_memory
 from co2sim.common.units import Bytes
 from co2sim.common.validation import whole
 from co2sim.models.operators import Block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     SCALE_BYTES,
     After,
@@ -30,6 +29,7 @@ from co2sim.strategies.whole_matrices import (
     check_shapes,
     whole_matrices,
 )
+from co2sim.training.workload import Workload
 
 _MAX_PIECES = 10_000
 _MAX_OPS = 1_000_000

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from co2sim.common.errors import OptionError
-from co2sim.models.optimizer import Matrix
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Group, Kind, Op
+from co2sim.training.optimizer import Matrix
+from co2sim.training.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

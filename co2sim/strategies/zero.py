@@ -5,9 +5,7 @@ from typing import ClassVar, Literal
 
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import at_least
-from co2sim.models.memory import Items, model_states
 from co2sim.models.operators import Block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import WORLD, Collective, Compute, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (
@@ -24,6 +22,8 @@ from co2sim.strategies.sharded import (
 )
 from co2sim.strategies.step import Reduction, Step, bucketed_step, group_size, title, whole_options
 from co2sim.strategies.whole_matrices import DIVIDED, Division, check_shapes
+from co2sim.training.memory import Items, model_states
+from co2sim.training.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

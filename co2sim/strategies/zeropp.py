@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from co2sim.common.errors import OptionError
-from co2sim.models.memory import Items, model_states
 from co2sim.models.operators import Block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
@@ -36,6 +34,8 @@ from co2sim.strategies.sharded import (
 )
 from co2sim.strategies.step import Step, cut, group_size, recode, sum_received, title, whole_options
 from co2sim.strategies.whole_matrices import refuse_whole
+from co2sim.training.memory import Items, model_states
+from co2sim.training.workload import Workload
 
 _SCALE_BLOCK = 2048
 _MAX_CHUNKS = 100

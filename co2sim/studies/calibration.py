@@ -19,8 +19,6 @@ from co2sim.catalog.facts import override, read
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Seconds, counted
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import GIB, reserved
-from co2sim.models.stack import CALIBRATED, Stack
 from co2sim.prediction.intervals import setting_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -28,6 +26,8 @@ from co2sim.schedule.schedule import Compute
 from co2sim.simulation.costs import KernelParts, compute_time, kernel_parts
 from co2sim.studies.measured_runs import MeasuredRun, Profile
 from co2sim.studies.run_all import Failure, run_all
+from co2sim.training.memory import GIB, reserved
+from co2sim.training.stack import CALIBRATED, Stack
 
 _NOISE = 0.03
 """Standard deviation of the logarithm of a throughput or a memory: no run repeats itself better."""

@@ -13,10 +13,7 @@ from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.framework import Recompute
 from co2sim.models.operators import Model
-from co2sim.models.optimizer import Optimizer
-from co2sim.models.stack import UNNAMED, Stack
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.choose import RECOMPUTES, divided, fits, samples_of
 from co2sim.prediction.job import Job, Stage, fullest, of_one_sample
@@ -32,6 +29,9 @@ from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.step import title
 from co2sim.studies import grid
+from co2sim.training.framework import Recompute
+from co2sim.training.optimizer import Optimizer
+from co2sim.training.stack import UNNAMED, Stack
 
 OVER_SITES = ("diloco:tau=100,worker=site", "diloco:tau=100,worker=site,dtype=bf16")
 """Tried besides where a cluster has several sites."""

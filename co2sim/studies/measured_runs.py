@@ -17,8 +17,8 @@ from typing import Any, Self
 from co2sim.common import files
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, given, nearest, visible
 from co2sim.common.units import Bytes, Seconds, parse
-from co2sim.models.memory import GIB
 from co2sim.prediction.question import Question
+from co2sim.training.memory import GIB
 
 _CASE = tuple(
     one.name

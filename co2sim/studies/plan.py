@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias
 from co2sim.common.convert import Money
 from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
-from co2sim.models.framework import Recompute
 from co2sim.prediction import power
 from co2sim.prediction.bounds import Least
 from co2sim.prediction.choose import fits
@@ -24,6 +23,7 @@ from co2sim.studies.candidates import Candidate, Objective, Setup, Space, Want, 
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.pools import Engine, Pool, opened
 from co2sim.studies.run_all import Failure, Outcome, run_on
+from co2sim.training.framework import Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

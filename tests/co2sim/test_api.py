@@ -14,8 +14,8 @@ import tiny
 import co2sim
 from co2sim import Noise, OptionError, Question, simulate
 from co2sim.common.errors import ScheduleError
-from co2sim.models.workload import Workload
 from co2sim.prediction.question import OPEN_BATCH
+from co2sim.training.workload import Workload
 
 SMALL: dict[str, Any] = {
     "cluster": "a100-tcp80",

@@ -1,9 +1,9 @@
 """Memory of a strategy at the moments of a step."""
 
-from co2sim.models.memory import Timeline, timeline
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
+from co2sim.training.memory import Timeline, timeline
+from co2sim.training.workload import Workload
 
 ALONE = Layout(1, 1)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from co2sim import strategies
 from co2sim.models.operators import Model
 from co2sim.models.transformer import Experts, Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Layout, Schedule
+from co2sim.training.workload import Workload
 
 BODY = Transformer(layers=2, hidden=64, heads=8, ffn=256, dropout=True)
 """A GPT: all widths of keys and values are those of the layer."""

@@ -11,10 +11,10 @@ from co2sim import Question, strategies
 from co2sim.catalog import load_cluster
 from co2sim.hardware.cluster import GPU, Cluster, Link
 from co2sim.models.operators import Attention, Block, Model, Operator, Product, plain_block
-from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.schedule.schedule import Collective, Kind, Layout, Schedule
 from co2sim.simulation.trace import Span, Trace
+from co2sim.training.workload import Workload
 
 GIGA = 1e9
 

@@ -12,7 +12,6 @@ from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse, parse_price
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS, Failures
-from co2sim.models.memory import GIB
 from co2sim.prediction import power
 from co2sim.prediction.counted import counted_failures
 from co2sim.prediction.question import AUTO, Question
@@ -25,6 +24,7 @@ from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies.step import title
 from co2sim.studies.grid import gpu_counts, settings, strategy_title, with_changes
 from co2sim.studies.targets import Axis, axis_of
+from co2sim.training.memory import GIB
 
 MAX_STRATEGIES = 12
 """What a chart can tell apart."""

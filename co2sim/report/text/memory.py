@@ -7,9 +7,9 @@ from rich.text import Text
 
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.common.units import counted, scaled
-from co2sim.models.memory import GIB, OVERHEAD, reserved
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_memory import Change, StepMemory
+from co2sim.training.memory import GIB, OVERHEAD, reserved
 
 _MAX = 6
 """Changes that would fit that are shown."""

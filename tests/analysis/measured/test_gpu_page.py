@@ -12,8 +12,8 @@ from places import ROOT
 
 from analysis.measured.gpu_page import read, tables
 from co2sim.catalog import load_cluster, load_model, load_stack
-from co2sim.models.workload import Workload
 from co2sim.simulation.costs import compute_time
+from co2sim.training.workload import Workload
 
 H100 = ROOT / "benchmarks/results/gpu/h100.json"
 

@@ -14,8 +14,8 @@ from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common.errors import CatalogError
 from co2sim.models.operators import Model, kinds, shard_model
 from co2sim.models.transformer import Experts, language_model
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
+from co2sim.training.workload import Workload
 
 
 def again(model: Model) -> Model:

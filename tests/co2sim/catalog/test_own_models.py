@@ -17,11 +17,11 @@ from co2sim.catalog import load_model  # noqa: E402
 from co2sim.catalog.huggingface import convert  # noqa: E402
 from co2sim.catalog.model_files import model_from_json, model_to_json  # noqa: E402
 from co2sim.common.errors import CatalogError, Co2simError, OptionError  # noqa: E402
-from co2sim.models.from_torch import load_build, trace  # noqa: E402
 from co2sim.models.operators import Model  # noqa: E402
-from co2sim.models.trace import AttentionShape  # noqa: E402
-from co2sim.models.workload import Workload  # noqa: E402
 from co2sim.strategies import STRATEGIES  # noqa: E402
+from co2sim.tracing.from_torch import load_build, trace  # noqa: E402
+from co2sim.tracing.trace import AttentionShape  # noqa: E402
+from co2sim.training.workload import Workload  # noqa: E402
 
 SOURCE = """
 import torch
@@ -148,7 +148,7 @@ def test_without_torch_a_module_is_refused_in_one_line(
     named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what to install."""
-    monkeypatch.delitem(sys.modules, "co2sim.models.from_torch", raising=False)
+    monkeypatch.delitem(sys.modules, "co2sim.tracing.from_torch", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(OptionError, match="PyTorch"):
         load_model(named)

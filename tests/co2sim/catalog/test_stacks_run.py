@@ -9,15 +9,15 @@ import pytest
 from co2sim import Question
 from co2sim.catalog import load_stack, names
 from co2sim.common.errors import Co2simError
-from co2sim.models.framework import OPERATORS
 from co2sim.models.operators import NARROW
-from co2sim.models.stack import Stack
 from co2sim.prediction.choose import choose
 from co2sim.prediction.driver import run
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import DType
 from co2sim.strategies import options_of, parse
 from co2sim.studies.candidates import Space, candidates
+from co2sim.training.framework import OPERATORS
+from co2sim.training.stack import Stack
 
 TITAN = load_stack("torchtitan").value
 

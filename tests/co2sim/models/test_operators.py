@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_model, names
 from co2sim.common.errors import OptionError
-from co2sim.models.framework import OPERATORS
-from co2sim.models.memory import kept_bytes
 from co2sim.models.operators import (
     Attention,
     Block,
@@ -24,8 +22,10 @@ from co2sim.models.operators import (
     shard_model,
 )
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
+from co2sim.training.framework import OPERATORS
+from co2sim.training.memory import kept_bytes
+from co2sim.training.workload import Workload
 
 MESHES = [Mesh(tp=2), Mesh(tp=8, sequence_parallel=True), Mesh(cp=2), Mesh(tp=2, cp=4), Mesh(ep=4)]
 

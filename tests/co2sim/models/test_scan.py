@@ -15,9 +15,9 @@ from co2sim.models.operators import Block, Model, Product, shard_model
 from co2sim.models.scan import Scan
 from co2sim.models.ssd import SSD
 from co2sim.models.transformer import Experts, Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import Compute
+from co2sim.training.workload import Workload
 
 MAMBA = SSD(heads=8, head_dim=16, state=32, groups=4, chunk=64)
 DELTA = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24)

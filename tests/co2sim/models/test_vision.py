@@ -8,12 +8,12 @@ import pytest
 from co2sim import simulate
 from co2sim.catalog import load_model
 from co2sim.common.errors import OptionError
-from co2sim.models.memory import kept_bytes
 from co2sim.models.operators import CrossEntropy, Model, Product, shard_model
 from co2sim.models.transformer import Transformer
 from co2sim.models.vision import diffusion_transformer, vision_transformer
-from co2sim.models.workload import Workload
 from co2sim.schedule.mesh import Mesh
+from co2sim.training.memory import kept_bytes
+from co2sim.training.workload import Workload
 
 VITS = {"vit-s16": (384, 6, 12), "vit-b16": (768, 12, 12), "vit-l16": (1024, 16, 24)}
 """Width, heads and layers."""

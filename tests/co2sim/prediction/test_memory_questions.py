@@ -6,9 +6,9 @@ from typing import Any
 
 from places import ROOT
 
-from co2sim.models.memory import GIB
 from co2sim.prediction.driver import simulate
 from co2sim.prediction.result import Result
+from co2sim.training.memory import GIB
 
 ROWS = list(
     csv.DictReader(

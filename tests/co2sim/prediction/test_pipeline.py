@@ -15,7 +15,6 @@ from one_sample import simulate
 from co2sim import Co2simError, Question
 from co2sim.hardware.cluster import Link
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction import predict as module
 from co2sim.prediction.job import stage_of
 from co2sim.prediction.predict import one_turn, stage_figures
@@ -26,6 +25,7 @@ from co2sim.simulation.costs import traffic
 from co2sim.simulation.noise import RunOptions
 from co2sim.simulation.run import Simulator
 from co2sim.strategies import DDP
+from co2sim.training.workload import Workload
 
 LAYERS = 8
 MODEL = language_model(

@@ -30,13 +30,13 @@ import psutil
 from starlette.testclient import TestClient
 
 from co2sim import simulate
-from co2sim.models.memory import GIB
 from co2sim.prediction.driver import make_case, run
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.step_factors import NO_GOAL
 from co2sim.report.explore import asking
 from co2sim.report.explore.asking import Files, PageView
 from co2sim.report.explore.server import HEADER, HEADERS, Answers, application
+from co2sim.training.memory import GIB
 
 TOKEN = "a-token"  # noqa: S105 - of this test
 ADDRESS = "http://127.0.0.1"

@@ -17,13 +17,13 @@ from one_sample import simulate
 
 import co2sim
 from co2sim import OptionError, Question
-from co2sim.models.memory import GIB
 from co2sim.prediction import driver
 from co2sim.report import rounds
 from co2sim.report.charts import parts
 from co2sim.schedule.schedule import Compute, Op, Schedule
 from co2sim.simulation import metrics
 from co2sim.simulation.trace import Trace
+from co2sim.training.memory import GIB
 
 EXAMPLE = ROOT / "examples" / "what_if.ipynb"
 GPT = ("a100-tcp80", "gpt2-small")

@@ -20,7 +20,6 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import written
 from one_sample import simulate
 
-from co2sim.models.memory import GIB
 from co2sim.prediction.driver import run
 from co2sim.prediction.evidence import nearest
 from co2sim.prediction.question import Question
@@ -31,6 +30,7 @@ from co2sim.report.study_page import Study
 from co2sim.report.text.cases import over_gpus
 from co2sim.report.text.memory import savings
 from co2sim.studies.grid import over_sizes
+from co2sim.training.memory import GIB
 
 PRICED = {"price_per_gpu": "2 USD/h"}
 STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]

@@ -16,14 +16,14 @@ from moments import most, passing
 from small_gpt import BODY, TOKENS, VOCAB, job, planned
 
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.memory import STATES, kept_bytes
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.schedule import schedule as sched
 from co2sim.schedule.schedule import WORLD, Group, Kind, Layout, tensor
 from co2sim.schedule.token_routing import TokenRouting, most_load
 from co2sim.simulation.costs import costs_of, traffic
 from co2sim.simulation.run import execute
+from co2sim.training.memory import STATES, kept_bytes
+from co2sim.training.workload import Workload
 
 DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
 """Ranks that share layers, and whether they divide the sequence."""

@@ -12,12 +12,12 @@ from one_sample import simulate
 from co2sim import strategies
 from co2sim.catalog import load_model
 from co2sim.hardware.cluster import Cluster, Link
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Schedule
 from co2sim.simulation.costs import Traffic, traffic
 from co2sim.simulation.metrics import communication, window
 from co2sim.simulation.noise import Noise
 from co2sim.simulation.run import execute
+from co2sim.training.workload import Workload
 
 variants = st.sampled_from(tiny.VARIANTS)
 shapes = st.sampled_from(tiny.LAYOUTS)

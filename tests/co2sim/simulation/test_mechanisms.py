@@ -12,7 +12,6 @@ from co2sim.catalog import load_cluster, load_model, names
 from co2sim.hardware.cluster import KernelTimes
 from co2sim.models.operators import Attention, Block, Product
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import (
     LEADERS,
     PEERS,
@@ -26,6 +25,7 @@ from co2sim.schedule.schedule import (
     Kind,
 )
 from co2sim.simulation.costs import compute_time, cost_of
+from co2sim.training.workload import Workload
 
 CLUSTER = load_cluster("dgx2-ib1", {"inter.ring_loss": "0"}).value.resized(64)
 PRODUCT = Gemm(10_000, 5_000, 10_000, width=2.0)

@@ -11,10 +11,10 @@ from small_gpt import small
 
 from co2sim.models.operators import Attention
 from co2sim.models.transformer import Experts, LatentAttention, Transformer
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Collective, Kind, Layout
 from co2sim.strategies import parse
+from co2sim.training.workload import Workload
 
 TOKENS = 64
 BODY = Transformer(

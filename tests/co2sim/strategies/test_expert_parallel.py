@@ -12,7 +12,6 @@ from small_gpt import small
 
 from co2sim.models.operators import Block, ExpertExchange
 from co2sim.models.transformer import Experts, Transformer
-from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import schedule_of
@@ -24,6 +23,7 @@ from co2sim.schedule.schedule import (
     replicas_of_experts,
 )
 from co2sim.strategies import parse
+from co2sim.training.workload import Workload
 
 BODY = Transformer(
     layers=3,

@@ -11,9 +11,9 @@ from one_sample import simulate
 
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.operators import Model, plain_block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Compute, Layout
 from co2sim.simulation.costs import traffic
+from co2sim.training.workload import Workload
 
 SIZE = 1000
 """Parameters of a layer."""

@@ -14,10 +14,10 @@ from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.memory import host_memory, moved_to_host
 from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
+from co2sim.training.memory import host_memory, moved_to_host
 
 M = 2000
 """Parameters of the tiny model."""

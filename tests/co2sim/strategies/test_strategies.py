@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.hardware.cluster import Link
 from co2sim.models.operators import Attention, Block, Model, Operator, Product, plain_block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import After, Collective, Compute, DType, Kind, Layout, Op
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, buckets, pieces
+from co2sim.training.workload import Workload
 
 GOLDEN = [
     ("ddp(bucket_mib=0.001)", {}),

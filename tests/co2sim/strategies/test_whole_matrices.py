@@ -13,9 +13,9 @@ from co2sim import strategies
 from co2sim.catalog import load_optimizer
 from co2sim.common.errors import OptionError
 from co2sim.models.operators import Block, CrossEntropy, Model, Operator, Product, Table
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.run import execute
+from co2sim.training.workload import Workload
 
 MUON, SOAP, ADAFACTOR = (load_optimizer(name).value for name in ("muon", "soap", "adafactor"))
 

@@ -17,7 +17,6 @@ from places import DATA
 
 from co2sim.catalog import load_stack
 from co2sim.common.errors import CatalogError, OptionError
-from co2sim.models.memory import GIB, reserved
 from co2sim.prediction import driver
 from co2sim.prediction.intervals import (
     setting_of,
@@ -31,6 +30,7 @@ from co2sim.studies.measured_runs import (
     part_of_step,
     read_profile,
 )
+from co2sim.training.memory import GIB, reserved
 
 JOB = Question(cluster="dgx-h100", model="llama3.2-1b", strategy="fsdp", micro_batch=2)
 SIZES = (8, 32, 128)

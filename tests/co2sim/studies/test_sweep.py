@@ -21,13 +21,13 @@ from one_sample import numbers
 import co2sim
 from co2sim import CO2, DDP, Co2simError, Layout, OptionError, PublishedCO2, Question, Schedule
 from co2sim.common import convert
-from co2sim.models.workload import Workload
 from co2sim.prediction import driver
 from co2sim.studies import grid, run_all
 from co2sim.studies.pools import processes
 from co2sim.studies.run_all import efficiencies
 from co2sim.studies.solve import solve
 from co2sim.studies.targets import axis_of, target_of
+from co2sim.training.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 

@@ -25,10 +25,10 @@ from workers import listening
 
 from co2sim import strategies
 from co2sim.models.operators import Model, plain_block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective, Layout
 from co2sim.simulation.costs import traffic
 from co2sim.strategies.step import QUANTIZED
+from co2sim.training.workload import Workload
 from realrun.algorithms import zeropp
 from realrun.algorithms.quantization import dequantize, quantize
 from realrun.algorithms.zeropp import Gather, Places, Reduce, Sent, ZeroPP, _generator, apply_zeropp

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from workers import listening
 
 from co2sim.models.operators import Model, plain_block
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Collective
 from co2sim.strategies import FSDP, checked
 from co2sim.strategies.step import group_size
+from co2sim.training.workload import Workload
 from realrun.execute.world import World
 from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER
 

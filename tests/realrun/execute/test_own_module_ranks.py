@@ -25,10 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from workers import listening
 
 from co2sim import Question
-from co2sim.models.from_torch import Source, load_build, trace
-from co2sim.models.memory import kept_bytes
 from co2sim.prediction.job import Stage
 from co2sim.schedule.schedule import Collective
+from co2sim.tracing.from_torch import Source, load_build, trace
+from co2sim.training.memory import kept_bytes
 from realrun import record
 from realrun.execute.world import World
 from realrun.torch_compat import ALL_GATHER, REDUCE_SCATTER

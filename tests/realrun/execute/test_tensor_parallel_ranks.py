@@ -11,9 +11,9 @@ from small_gpt import job, planned, routed_job
 from tiny import VARIANTS
 from workers import executed
 
-from co2sim.models.workload import Workload
 from co2sim.schedule.exchanges import TENSOR
 from co2sim.schedule.schedule import Collective, Layout, Op
+from co2sim.training.workload import Workload
 from realrun.execute.world import World
 
 pytestmark = pytest.mark.dist

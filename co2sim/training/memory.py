@@ -27,8 +27,8 @@ from co2sim.models.operators import (
     Product,
     TensorExchange,
 )
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Compute, DType, Group, Layout, Schedule
+from co2sim.training.workload import Workload
 
 GIB: Bytes = 2.0**30
 

@@ -24,7 +24,7 @@ from co2sim.models.operators import (
     Operator,
     Product,
 )
-from co2sim.models.trace import (
+from co2sim.tracing.trace import (
     AttentionShape,
     ConvolutionShape,
     Kernel,

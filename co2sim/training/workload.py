@@ -17,14 +17,6 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
 from co2sim.models.adapters import with_adapters
-from co2sim.models.framework import (
-    Framework,
-    Recomputation,
-    Recompute,
-    Rerun,
-    layers,
-    recomputation,
-)
 from co2sim.models.operators import (
     NARROW,
     Attention,
@@ -33,14 +25,22 @@ from co2sim.models.operators import (
     kinds,
     shard_model,
 )
-from co2sim.models.optimizer import ADAMW, FP32, Matrix, Optimizer, Tensors, trained_tensors
-from co2sim.models.passes import Passes
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Compute,
     DType,
     Kernels,
 )
+from co2sim.training.framework import (
+    Framework,
+    Recomputation,
+    Recompute,
+    Rerun,
+    layers,
+    recomputation,
+)
+from co2sim.training.optimizer import ADAMW, FP32, Matrix, Optimizer, Tensors, trained_tensors
+from co2sim.training.passes import Passes
 
 Offload = Literal["none", "optimizer", "parameters"]
 """optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.

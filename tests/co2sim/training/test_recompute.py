@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from moments import passing
 
 from co2sim.catalog import load_cluster, load_model, load_stack
-from co2sim.models.framework import OPERATORS, recomputation
-from co2sim.models.memory import timeline
 from co2sim.models.operators import Attention, Model
 from co2sim.models.transformer import Experts, Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import stage_of
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import Collective, Kernels, Kind
 from co2sim.simulation.costs import compute_time
+from co2sim.training.framework import OPERATORS, recomputation
+from co2sim.training.memory import timeline
+from co2sim.training.workload import Workload
 
 H, A, S, B, F = 64, 4, 32, 2, 256
 """Width, heads, tokens, samples, and columns of the MLP."""

@@ -16,11 +16,11 @@ from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.failures import Failures
 from co2sim.models.adapters import summed
 from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.job import schedule_of
 from co2sim.schedule.schedule import Kind, Layout
 from co2sim.strategies import parse
+from co2sim.training.workload import Workload
 
 RANK, LAYERS, H, KV, FFN, VOCAB, TOKENS = 4, 3, 64, 32, 128, 96, 16
 BODY = Transformer(

@@ -13,8 +13,6 @@ from one_sample import simulate
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
-from co2sim.models.memory import Timeline
-from co2sim.models.stack import Stack
 from co2sim.prediction.notes import IDLE_STACK
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
@@ -28,6 +26,8 @@ from co2sim.schedule.schedule import (
     Kind,
 )
 from co2sim.simulation.costs import compute_time, cost_of
+from co2sim.training.memory import Timeline
+from co2sim.training.stack import Stack
 
 PEAK, MEMORY = 1e15, 1e12
 GPU = replace(

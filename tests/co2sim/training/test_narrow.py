@@ -9,9 +9,9 @@ from small_gpt import small
 from co2sim.catalog import load_cluster, load_stack
 from co2sim.models.operators import NARROW
 from co2sim.models.transformer import Experts, Transformer
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Gemm, Kernels
 from co2sim.simulation.costs import kernel_parts
+from co2sim.training.workload import Workload
 
 BODY = Transformer(
     layers=1,

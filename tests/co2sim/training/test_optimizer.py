@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from co2sim import Question, simulate
 from co2sim.catalog import load_model, load_optimizer, names
 from co2sim.common.errors import CatalogError, OptionError
-from co2sim.models.optimizer import (
+from co2sim.schedule.schedule import DType
+from co2sim.training.optimizer import (
     ADAMW,
     Matrix,
     Optimizer,
@@ -18,7 +19,6 @@ from co2sim.models.optimizer import (
     states_per_parameter,
     trained_tensors,
 )
-from co2sim.schedule.schedule import DType
 
 SIZES = st.integers(1, 3000)
 KNOWN = {name: load_optimizer(name).value for name in names("optimizers")}

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from co2sim.common.units import Bytes
 from co2sim.models.adapters import summed
-from co2sim.models.framework import Framework
 from co2sim.models.operators import (
     NARROW,
     AnyOperator,
@@ -33,6 +32,7 @@ from co2sim.schedule.schedule import (
     experts,
     tensor,
 )
+from co2sim.training.framework import Framework
 
 Pass: TypeAlias = Literal["forward", "recompute", "backward"]
 """recompute: what runs again of a forward pass."""

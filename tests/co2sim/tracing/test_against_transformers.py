@@ -10,8 +10,8 @@ import pytest
 from places import ROOT
 
 from co2sim.catalog import Contents, huggingface, load_model
-from co2sim.models.memory import kept_bytes
-from co2sim.models.workload import Workload
+from co2sim.training.memory import kept_bytes
+from co2sim.training.workload import Workload
 
 FOLDER = ROOT / "benchmarks"
 ROWS = {

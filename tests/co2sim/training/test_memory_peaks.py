@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from co2sim.catalog import load_optimizer
-from co2sim.models.memory import timeline
 from co2sim.models.operators import Model
 from co2sim.models.transformer import Transformer, language_model
 from co2sim.models.vision import vision_transformer
-from co2sim.models.workload import Workload
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
+from co2sim.training.memory import timeline
+from co2sim.training.workload import Workload
 
 TABLE = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_oracle.csv"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from co2sim.common.errors import OptionError
 from co2sim.models.operators import Attention, Block, CrossEntropy, Model, Operator, Product
-from co2sim.models.trace import (
+from co2sim.tracing.trace import (
     Access,
     AttentionShape,
     ConvolutionShape,
@@ -21,7 +21,7 @@ from co2sim.models.trace import (
     Storage,
     Trace,
 )
-from co2sim.models.traced import model_of
+from co2sim.tracing.traced import model_of
 
 SAMPLES, TOKENS, WIDTH, WORDS = 2, 8, 4, 16
 BYTES = 2

@@ -2,12 +2,12 @@
 
 import pytest
 
-from co2sim.models.memory import Timeline, timeline
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction.job import layers_by_cost
 from co2sim.schedule.schedule import Layout
 from co2sim.strategies import parse
+from co2sim.training.memory import Timeline, timeline
+from co2sim.training.workload import Workload
 
 HIDDEN, TOKENS, VOCABULARY, LAYERS, FFN = 64, 32, 1000, 3, 192
 ROW = TOKENS * HIDDEN * 2

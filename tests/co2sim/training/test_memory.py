@@ -10,12 +10,12 @@ from moments import line, most, passing
 
 from analysis.published.runs import papers
 from co2sim.catalog import load_optimizer
-from co2sim.models.memory import allocated, overhead
 from co2sim.models.operators import Model, plain_block
 from co2sim.models.transformer import Transformer, language_model
-from co2sim.models.workload import Workload
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import NODE, PEERS, WORLD, DType, Layout
+from co2sim.training.memory import allocated, overhead
+from co2sim.training.workload import Workload
 
 PARAMETERS = 7_500_000_000
 """The model of the example in ZeRO's figure 1."""

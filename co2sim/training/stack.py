@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 from co2sim.common.resources import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
-from co2sim.models.framework import Factor, Framework, recomputation
 from co2sim.schedule.mesh import Mesh
+from co2sim.training.framework import Factor, Framework, recomputation
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
 """An implementation of flash attention; files of GPUs say how fast each is."""

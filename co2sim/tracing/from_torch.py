@@ -30,7 +30,7 @@ from weakref import ref
 
 from co2sim.common.errors import OptionError, cut, given
 from co2sim.common.files import is_regular
-from co2sim.models.trace import (
+from co2sim.tracing.trace import (
     Access,
     AttentionShape,
     ConvolutionShape,

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from co2sim.common.errors import OptionError  # noqa: E402
-from co2sim.models.from_torch import load_build, trace  # noqa: E402
-from co2sim.models.trace import AttentionShape, ConvolutionShape, ProductShape, Trace  # noqa: E402
+from co2sim.tracing.from_torch import load_build, trace  # noqa: E402
+from co2sim.tracing.trace import AttentionShape, ConvolutionShape, ProductShape, Trace  # noqa: E402
 
 ROWS, WIDTH = 4, 8
 
@@ -386,7 +386,7 @@ def test_a_file_that_lacks_something_is_refused(tmp_path: Path, text: str, named
 
 def test_importing_co2sim_does_not_import_torch() -> None:
     """Only a trace needs torch."""
-    code = "import sys, co2sim, co2sim.models.trace; sys.exit('torch' in sys.modules)"
+    code = "import sys, co2sim, co2sim.tracing.trace; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from co2sim.catalog import load_optimizer
-from co2sim.models.optimizer import Matrix, Tensors
 from co2sim.schedule.schedule import DType
+from co2sim.training.optimizer import Matrix, Tensors
 
 TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], torch.dtype]] = {
     "adamw": (torch.optim.AdamW, {}, torch.float32),

@@ -1,0 +1,1 @@
+"""How a network is trained: batch, framework, optimizer, FLOP and bytes, and memory."""
