@@ -11,6 +11,7 @@ from co2sim.catalog.facts import (
     Fact,
     Kind,
     Tree,
+    config_of,
     default_price,
     facts,
     is_file,
@@ -127,7 +128,7 @@ def optimizer_contents(reference: str) -> Contents | None:
 
 def _is_own(reference: str) -> bool:
     """Whether a model is a user's: a file, or a folder as of Hugging Face."""
-    return is_file(reference) or is_regular(Path(reference) / "config.json")
+    return is_file(reference) or config_of(reference) is not None
 
 
 def _of_cluster(reference: str, overrides: Mapping[str, str]) -> Contents:
@@ -297,9 +298,12 @@ def _of_model(reference: str) -> Tree:
     tree = read("models", reference)
     if "format" in tree:
         return tree
-    if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
+    config = config_of(reference)
+    if config or reference.endswith(".json"):
         from co2sim.catalog import huggingface, own_models  # noqa: PLC0415 - of few models
 
+        if config and config.parent != Path(reference):
+            tree.setdefault("_name_or_path", reference)
         if not huggingface.is_known(tree) and own_models.can_trace(tree.get("model_type")):
             return own_models.transformers_tree(tree, reference)
         tree = _at_usual_length(huggingface.convert(tree, reference), reference)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
+from importlib import import_module, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -97,6 +98,23 @@ def _on_hub(reference: str) -> bool:
     )
 
 
+def config_of(reference: str) -> Path | None:
+    """The config.json of a folder, or of OWNER/NAME of the Hub in the cache of this machine."""
+    inside = Path(reference) / "config.json"
+    if is_regular(inside):
+        return inside
+    if not is_file(reference) or _has_ending(reference) or reference.count("/") != 1:
+        return None
+    if Path(reference).exists() or find_spec("huggingface_hub") is None:
+        return None
+    hub = import_module("huggingface_hub")
+    try:
+        path = hub.try_to_load_from_cache(reference, "config.json")
+    except ValueError:  # no name that a model of the Hub may have
+        return None
+    return Path(path) if isinstance(path, str) else None
+
+
 @lru_cache(maxsize=16)
 def _toml(text: str) -> Tree:
     """The tree of a text, which a study reads for every one of its cases."""
@@ -111,14 +129,15 @@ def read(kind: Kind, reference: str) -> Tree:
             " known (a file of yours: give its path, ending in .toml or .json)"
         )
     path = Path(reference)
-    if kind == "models" and is_regular(path / "config.json"):
-        path = path / "config.json"
+    if kind == "models":
+        path = config_of(reference) or path
     if is_file(reference) or path != Path(reference):
         of_a_kind = _has_ending(reference) or reference.startswith("/") or path.exists()
         if kind == "models" and not of_a_kind:
             raise CatalogError(
                 f"{reference} is no file, and no model of the catalog (`co2sim list models`); of"
-                " one on the Hugging Face Hub download config.json, and give the path of that"
+                " one on the Hugging Face Hub download config.json and give its path, or get"
+                f" it into the cache of this machine: hf download {reference} config.json"
             )
         text = _text(path, reference)
     else:

@@ -280,9 +280,9 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
     return {key: value for key, value in tree.items() if key not in _USUAL or value != _USUAL[key]}
 
 
-def _name(config: _Config) -> str:
+def name_of(values: Mapping[str, Any], reference: str) -> str:
     """What the file calls the model, or the folder or file that it is in: not "config.json"."""
-    name, path = config.values.get("_name_or_path"), Path(config.path)
+    name, path = values.get("_name_or_path"), Path(reference)
     if name and isinstance(name, str):
         return name
     if path.is_dir():
@@ -306,7 +306,7 @@ def _body(config: _Config) -> Tree:
     if norm_of_heads == "whole" and hidden % heads and config.get("head_dim") is None:
         raise config.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     return {
-        "name": _name(config),
+        "name": name_of(config.values, config.path),
         "source": f"Hugging Face configuration {config.path}",
         "layers": config.whole("num_hidden_layers", "n_layer", "num_layers"),
         "hidden": hidden,

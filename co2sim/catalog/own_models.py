@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from co2sim.catalog.facts import Fact, Tree, usual_sequence
+from co2sim.catalog.huggingface import name_of
 from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common.errors import CatalogError
 from co2sim.models.operators import Model
@@ -61,9 +62,7 @@ def can_trace(model_type: object) -> bool:
 
 def transformers_tree(config: Tree, reference: str) -> Tree:
     """What a file would say of the class of transformers that a `config.json` names."""
-    path = Path(reference).resolve()
-    name = path.parent.name if path.name == "config.json" else path.stem
-    return _kept(_of_config, json.dumps(config), name, 0.0)
+    return _kept(_of_config, json.dumps(config), name_of(config, reference), 0.0)
 
 
 def _of_config(text: str) -> "Source":

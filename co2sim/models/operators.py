@@ -648,6 +648,11 @@ class Model:
         return sum(block.trained for block in self.blocks)
 
     @property
+    def trained_experts(self) -> int:
+        """Those of experts that ranks divide."""
+        return sum(sum(block.trained_experts) for block in self.blocks)
+
+    @property
     def active_parameters(self) -> int:
         """Those that a token passes: all, but for experts that it does not."""
         return self.parameters - sum(block.idle for block in self.blocks)

@@ -104,7 +104,7 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
         ]
     waits = () if how.clip else reduced
     if how.loads:  # gradients are on the host, and parameters stay there
-        work = replace(job.optimizer_elements(share), kernel="host_optimizer", place=place)
+        work = replace(job.update.by_elements(share), kernel="host_optimizer", place=place)
         ops.append(Op("optimizer", work, COMPUTE, waits))
     else:
         division = Division(EXCHANGED, how.among, shards, how.experts, REDUCE)
@@ -234,7 +234,7 @@ class _MicroStep:
         counts = self.shards, self.job.expert_replicas(self.shards)
         frozen = 0.0 if trained else self.job.precision.bytes
         return sum(
-            (mine * self.job.master_bytes + (every - mine) * frozen) / ranks
+            (mine * self.job.update.master_bytes + (every - mine) * frozen) / ranks
             for (mine, every), ranks in zip(parts, counts, strict=True)
         )
 
@@ -417,9 +417,9 @@ class FSDP:
         items: dict[str, Bytes | Passing] = {"whole_gradients": width}
         if job.offload != "parameters":
             items["parameters"] = share * width
-            items["gradients"] = as_they_come(job, job.master_bytes, n)
+            items["gradients"] = as_they_come(job, job.update.master_bytes, n)
         if job.offload == "none":
-            items["parameters"] = share * width + trained * (job.master_bytes - width)
+            items["parameters"] = share * width + trained * (job.update.master_bytes - width)
             items["optimizer"] = job.moments(n)
         if n == 1 and job.offload != "parameters":
             return items
@@ -431,7 +431,7 @@ class FSDP:
         items["gathered"] = self._gathered(job, root * width, again=sharding.again is not None)
         blocks = job.model.blocks
         largest = max(root, *(block.parameters for block in blocks))
-        items["streams"] = trained * job.master_bytes + largest * width
+        items["streams"] = trained * job.update.master_bytes + largest * width
         behind = [*(block.trained for block in blocks[1:-1]), 0, 0][1:]
         last = blocks[-1].trained + blocks[-1].trained_tied
         of_root = blocks[0].trained + (blocks[-1].trained if len(blocks) > 1 else 0)

@@ -256,7 +256,7 @@ def update(
     parameters back: one after the other, as ZeRO-Offload does without its delayed update.
     Parameters that are offloaded stay there.
     """
-    work = job.optimizer_elements(elements)
+    work = job.update.by_elements(elements)
     if job.offload == "none":
         return [Op("optimizer", work, COMPUTE, waits), *whole_matrices(job, division, COMPUTE)]
     size = elements * (gradient or job.gradient_bytes)

@@ -99,10 +99,10 @@ def whole_matrices(job: Workload, division: Division | None, stream: str) -> lis
     """What follows the optimizer's work on elements: exchanges, and work on `stream` of passes."""
     works: list[Compute] = []
     exchanges: list[Collective] = []
-    for name, tensors in zip(("matrices", "experts"), job.tensors, strict=True):
+    for name, tensors in (("matrices", job.update.dense), ("experts", job.update.experts)):
         taken = [matrix for matrix in tensors.matrices if job.optimizer.of(matrix)]
         group, ranks = _among(job, division, name)
-        work = job.optimizer_products(_alike(taken))
+        work = job.update.products(_alike(taken))
         if not work.flops:
             continue
         if division and group and ranks > 1:
@@ -145,15 +145,15 @@ def _alike(matrices: Sequence[Matrix], ranks: int = 1) -> list[Matrix]:
 def _part(job: Workload, way: Way, matrices: Sequence[Matrix], ranks: int) -> Compute:
     """The work of the busiest of `ranks`."""
     if not way.parts:
-        return job.optimizer_products(_alike(matrices, ranks))
-    return job.optimizer_products(_alike(matrices), _busiest(job, matrices, ranks))
+        return job.update.products(_alike(matrices, ranks))
+    return job.update.products(_alike(matrices), _busiest(job, matrices, ranks))
 
 
 def _busiest(job: Workload, matrices: Sequence[Matrix], ranks: int) -> float:
     """The FLOP of the matrices that a flat share lies in, at most, relative to those of all."""
     counts = [matrix.count for matrix in matrices]
     sizes = [matrix.rows * matrix.columns for matrix in matrices]
-    single = [job.optimizer_products([replace(matrix, count=1)]) for matrix in matrices]
+    single = [job.update.products([replace(matrix, count=1)]) for matrix in matrices]
     ends = np.cumsum(np.repeat(np.array(sizes, float), counts))
     flops = np.cumsum(np.repeat([work.flops for work in single], counts))
     done = np.concatenate(([0.0], flops))

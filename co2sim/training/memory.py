@@ -186,7 +186,9 @@ def host_memory(job: Workload, schedule: Schedule) -> Bytes:
         if isinstance(work, Compute) and work.place == "link"
     }
     share = moved.get("from_host", 0.0) / job.precision.bytes / max(1, job.trained)
-    return share * (job.trained * job.master_bytes + job.moments(1)) + moved.get("to_host", 0.0)
+    return share * (job.trained * job.update.master_bytes + job.moments(1)) + moved.get(
+        "to_host", 0.0
+    )
 
 
 def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:

@@ -5,7 +5,7 @@ formulas are here. An optimizer that needs matrices takes them as `Matrix`, and 
 of elements: `trained_tensors` reads both off a model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import Count, Quantity, check
 from co2sim.models.operators import Block, Model, Product, Table
-from co2sim.schedule.schedule import DType, Gemm
+from co2sim.schedule.schedule import Compute, DType, Gemm, Kernels
 
 Few = Annotated[int, Quantity(least=0, most=16)]
 Iterations = Annotated[int, Quantity(least=0, most=99)]
@@ -210,6 +210,73 @@ ADAMW = Optimizer(name="adamw")
 """The default, as its file in the catalog says: a test compares them."""
 
 
+@dataclass(frozen=True)
+class Update:
+    """A step of an optimizer over what one GPU trains: `dense` tensors, and `experts`."""
+
+    optimizer: Optimizer
+    precision: DType
+    dense: Tensors
+    experts: Tensors
+
+    @classmethod
+    def of(cls, model: Model, optimizer: Optimizer, precision: DType) -> "Update":
+        """Of a model. Raises OptionError where the optimizer needs matrices, and none is known."""
+        if optimizer.needs_shapes:
+            dense, experts = trained_tensors(model)
+            if model.trained_parameters and not (dense.matrices or experts.matrices):
+                raise OptionError(
+                    f"optimizer={optimizer.name} does not apply to {model.name}: nothing is known"
+                    " of its matrices"
+                )
+        else:
+            apart = model.trained_experts
+            dense, experts = Tensors((), model.trained_parameters - apart), Tensors((), apart)
+        return cls(optimizer, precision, dense, experts)
+
+    @property
+    def states(self) -> tuple[Bytes, Bytes]:
+        """What the optimizer keeps of each but for master copies."""
+        return self.optimizer.states(self.dense), self.optimizer.states(self.experts)
+
+    @property
+    def master_bytes(self) -> Bytes:
+        """Of a parameter as it is changed: its master copy, or itself."""
+        return self.precision.bytes if self.optimizer.master == "none" else FP32
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether master copies are kept: parameters in fp32 are themselves."""
+        return self.master_bytes > self.precision.bytes
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return self.dense.elements + self.experts.elements
+
+    def by_elements(self, elements: int) -> Compute:
+        """What is done element by element for `elements` parameters."""
+        parts, made = (self.dense, self.experts), self.optimizer
+        share = elements / max(1, self.elements)
+        moved = sum(made.moved(tensors, self.precision.bytes) for tensors in parts)
+        flops = sum(made.flops(tensors) for tensors in parts)
+        return Compute("optimizer", flops * share, moved * share)
+
+    def products(self, matrices: Sequence[Matrix], share: float = 1.0) -> Compute:
+        """The products over whole matrices, or a share of them."""
+        products = tuple(
+            product.times(share)
+            for matrix in matrices
+            for product in self.optimizer.products(matrix, self.precision)
+        )
+        return Compute(
+            "orthogonalize" if self.optimizer.newton_schulz else "precondition",
+            sum(product.flops for product in products),
+            sum(product.bytes for product in products),
+            Kernels(products, sum(product.count for product in products), 0.0),
+        )
+
+
 def trained_tensors(model: Model) -> tuple[Tensors, Tensors]:
     """What is trained of a model: of all ranks, and of experts that ranks divide.
 
@@ -235,10 +302,9 @@ def trained_tensors(model: Model) -> tuple[Tensors, Tensors]:
                     )
                     for width in op.widths or (op.columns,)
                 )
-    apart_elements = sum(sum(block.trained_experts) for block in model.blocks)
     return (
-        _with_others(dense, model.trained_parameters - apart_elements),
-        _with_others(experts, apart_elements),
+        _with_others(dense, model.trained_parameters - model.trained_experts),
+        _with_others(experts, model.trained_experts),
     )
 
 
@@ -252,11 +318,8 @@ def _positions(block: Block, width: int) -> Iterator[Matrix]:
 
 def states_per_parameter(optimizer: Optimizer, model: Model) -> Bytes:
     """What it keeps on average for what is trained of a model, but for master copies."""
-    parts = Tensors(others=1), Tensors()
-    if optimizer.needs_shapes:
-        parts = trained_tensors(model)
-    elements = sum(tensors.elements for tensors in parts)
-    return sum(optimizer.states(tensors) for tensors in parts) / max(1, elements)
+    update = Update.of(model, optimizer, DType.BF16)
+    return sum(update.states) / max(1, update.elements)
 
 
 def _with_others(matrices: list[Matrix], elements: int) -> Tensors:

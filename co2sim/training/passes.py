@@ -103,13 +103,8 @@ class Passes(Framework):
         frozen = (block.parameters - block.trained) * width if flops else 0.0
         weights = block.parameters * width if flops else 0.0  # a look-up reads only rows
         traffic = weights + self._written(block) * width * self.micro_batch
-        forward = Compute(
-            "forward",
-            flops,
-            traffic,
-            self.kernels(block, 1),
-            exchanges=self.exchanges(block, "forward"),
-        )
+        there = self.exchanges(block, "forward")
+        forward = Compute("forward", flops, traffic, self.kernels(block, 1), exchanges=there)
         if not trains:
             return forward, Compute("backward", 0.0, kernels=Kernels((), 0, 0.0))
         repeated = sum(op.flops * op.again.flops for op in block.operators)

@@ -8,7 +8,6 @@ published figures count them: scores of attention, products of an MLP, or a whol
 What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -29,7 +28,6 @@ from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.schedule import (
     Compute,
     DType,
-    Kernels,
 )
 from co2sim.training.framework import (
     Framework,
@@ -39,7 +37,7 @@ from co2sim.training.framework import (
     layers,
     recomputation,
 )
-from co2sim.training.optimizer import ADAMW, FP32, Matrix, Optimizer, Tensors, trained_tensors
+from co2sim.training.optimizer import ADAMW, FP32, Optimizer, Update
 from co2sim.training.passes import Passes
 
 Offload = Literal["none", "optimizer", "parameters"]
@@ -148,7 +146,7 @@ class Workload(Mesh, Framework):
     @cached_property
     def trained_experts(self) -> int:
         """Those of `expert_parameters` that are trained."""
-        return sum(sum(block.trained_experts) for block in self.model.blocks)
+        return self.model.trained_experts
 
     def owned(self, shards: int) -> float:
         """Parameters that a GPU owns of its share, where `shards` data-parallel ones divide it.
@@ -284,36 +282,18 @@ class Workload(Mesh, Framework):
         return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
 
     @cached_property
-    def tensors(self) -> tuple[Tensors, Tensors]:
-        """What is trained: of all ranks, and of experts that ranks divide.
-
-        Raises OptionError for an optimizer that needs matrices, where none is known.
-        """
-        if not self.optimizer.needs_shapes:
-            return Tensors(others=self.trained - self.trained_experts), Tensors(
-                others=self.trained_experts
-            )
-        shapes = trained_tensors(self.model)
-        if self.trained and not any(tensors.matrices for tensors in shapes):
-            raise OptionError(
-                f"optimizer={self.optimizer.name} does not apply to {self.model.name}: nothing is"
-                " known of its matrices"
-            )
-        return shapes
-
-    @property
-    def master_bytes(self) -> Bytes:
-        """Of a parameter as the optimizer changes it: its master copy, or itself."""
-        return self.precision.bytes if self.optimizer.master == "none" else FP32
+    def update(self) -> Update:
+        """What an optimizer step does. Raises OptionError as `Update.of` does."""
+        return Update.of(self.model, self.optimizer, self.precision)
 
     def moments(self, shards: int) -> Bytes:
         """Optimizer states but for master copies that a GPU owns, where `shards` divide them."""
-        dense, experts = (self.optimizer.states(tensors) for tensors in self.tensors)
+        dense, experts = self.update.states
         return self._divided(dense + experts, experts, shards)
 
     def optimizer_states(self, shards: int) -> Bytes:
         """The same with master copies, which parameters in fp32 are themselves."""
-        copies = self.master_bytes if self.master_bytes > self.precision.bytes else 0.0
+        copies = FP32 if self.update.has_copies else 0.0
         return self.moments(shards) + self.owned_trained(shards) * copies
 
     @property
@@ -324,38 +304,3 @@ class Workload(Mesh, Framework):
         """
         summed = self.main_gradients and self.precision is DType.BF16
         return DType.FP32.bytes if summed else self.precision.bytes
-
-    def optimizer_step(self, elements: int) -> Compute:
-        """The optimizer over `elements` parameters: memory-bound, but for products of matrices.
-
-        Of those it has that share, as if ranks that divide parameters had whole matrices.
-        """
-        work = self.optimizer_elements(elements)
-        if not self.optimizer.needs_whole:
-            return work
-        matrices = [matrix for tensors in self.tensors for matrix in tensors.matrices]
-        products = self.optimizer_products(matrices, elements / max(1, self.trained))
-        sums = work.flops + products.flops, work.memory_bytes + products.memory_bytes
-        return Compute("optimizer", *sums, parts=(work, products))
-
-    def optimizer_elements(self, elements: int) -> Compute:
-        """What the optimizer does element by element for `elements` parameters."""
-        parts, made = self.tensors, self.optimizer
-        share = elements / max(1, sum(tensors.elements for tensors in parts))
-        moved = sum(made.moved(tensors, self.precision.bytes) for tensors in parts)
-        flops = sum(made.flops(tensors) for tensors in parts)
-        return Compute("optimizer", flops * share, moved * share)
-
-    def optimizer_products(self, matrices: Sequence[Matrix], share: float = 1.0) -> Compute:
-        """The products of a step over whole matrices, or a share of them."""
-        products = tuple(
-            product.times(share)
-            for matrix in matrices
-            for product in self.optimizer.products(matrix, self.precision)
-        )
-        return Compute(
-            "orthogonalize" if self.optimizer.newton_schulz else "precondition",
-            sum(product.flops for product in products),
-            sum(product.bytes for product in products),
-            Kernels(products, sum(product.count for product in products), 0.0),
-        )

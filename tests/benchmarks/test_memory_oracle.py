@@ -34,7 +34,10 @@ def quick_rows(*strategies: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", quick_rows("fsdp2", "ddp"))
 def test_a_row_is_measured_again(number: str) -> None:
-    """Bytes of each kind and of each phase, the moment and the operator are the same."""
+    """Bytes of each kind and of each phase, the moment and the operator are the same.
+
+    Which of two modules is at the peak changes, where both have it.
+    """
     torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
     if {torch.__version__} != TORCH:
         pytest.skip(f"the table is of torch {TORCH}, and this is {version('torch')}")
@@ -46,7 +49,8 @@ def test_a_row_is_measured_again(number: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: str(value) for name, value in found.items()}.items() <= ROWS[number].items()
+    again = {name: str(value) for name, value in found.items() if name != "module"}
+    assert again.items() <= ROWS[number].items()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch, importing

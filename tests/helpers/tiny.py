@@ -121,7 +121,7 @@ def local_step() -> float:
     """Seconds of a local step of the tiny job on the tiny GPU: FLOP or bytes, what takes longer."""
     whole = job()
     passes = [work for pair in whole.works() for work in (pair.forward, pair.backward)]
-    works = [*passes, whole.optimizer_step(whole.parameters)]
+    works = [*passes, whole.update.by_elements(whole.parameters)]
     return sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
 
 

@@ -49,6 +49,23 @@ def test_parameters_are_those_of_the_release(tmp_path: Path) -> None:
         assert model.unit == ("image" if name == "vit" else "token")
 
 
+def test_a_model_of_the_hub_is_read_from_the_cache_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OWNER/NAME has the same operators as its config.json, and keeps its name."""
+    hub = pytest.importorskip("huggingface_hub.constants", reason="it is not installed")
+    kept = tmp_path / "models--own--Small-1.5B"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    config = kept / "snapshots" / "abc" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    model = load_model("own/Small-1.5B").value
+    assert model.name == "own/Small-1.5B"
+    assert model.blocks == load_model(str(config)).value.blocks
+
+
 def test_a_window_costs_nothing_until_sequences_are_longer(tmp_path: Path) -> None:
     """Then a token sees no more than the window: half a window less than all, twice."""
     path = written(tmp_path, MISTRAL)

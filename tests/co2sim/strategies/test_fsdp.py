@@ -102,7 +102,7 @@ def test_a_step_takes_as_long_as_what_torch_issues_in_its_order(
     for name, stream, seconds, waits in issued(layers, times, copies=version == 2):
         start = max([free.get(stream, 0.0), *(ends[wait] for wait in waits)])
         free[stream] = ends[name] = start + seconds
-    optimizer = job.optimizer_step(-(-job.parameters // RANKS)).memory_bytes / 1e12
+    optimizer = job.update.by_elements(-(-job.parameters // RANKS)).memory_bytes / 1e12
     found = step_time(
         f"fsdp(version={version},reduce={reduce},clip=false)",
         chain(layers, flops),

@@ -49,7 +49,7 @@ def test_a_step_takes_its_parts_one_after_the_other(stage: str) -> None:
     made = strategies.parse(f"{stage}(shard=node)").schedule(job, Layout(n, g))
     trace = execute(made, cluster, precision="bf16", rounds=1)
     passes = [work for pair in job.works() for work in (pair.forward, pair.backward)]
-    works = [*passes, job.optimizer_step(M // g)]
+    works = [*passes, job.update.by_elements(M // g)]
     computes = sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
     inside = 2 * (g - 1) / g * WIDTH * M / 10e9
     between = 2 * (n - 1) / n * WIDTH * M / 1e9

@@ -66,7 +66,7 @@ def exchanged(schedule: Schedule) -> list[tuple[Kind, int, DType]]:
     return [(work.kind, work.elements, work.dtype) for work in found]
 
 
-WHOLE = job().optimizer_products([m for m in job().tensors[0].matrices if not m.table]).flops
+WHOLE = job().update.products([m for m in job().update.dense.matrices if not m.table]).flops
 
 
 def test_each_strategy_exchanges_what_its_implementation_does() -> None:
@@ -101,10 +101,10 @@ def test_a_flat_share_works_on_all_matrices_that_it_has_a_part_of(
     ranks = nodes * gpus
     ends, done = [0], [0.0]
     one = job(layers)
-    for matrix in one.tensors[0].matrices:
+    for matrix in one.update.dense.matrices:
         if not matrix.table:
             ends.append(ends[-1] + matrix.elements)
-            done.append(one.optimizer_products([matrix]).flops)
+            done.append(one.update.products([matrix]).flops)
     most = 0.0
     for rank in range(ranks):
         begin, end = (ends[-1] * place / ranks for place in (rank, rank + 1))
