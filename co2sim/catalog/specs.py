@@ -1,7 +1,9 @@
 """What the TOML files of clusters and GPUs, and a user's own, may say; pydantic checks them."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
+from importlib import resources
 from inspect import signature
 from operator import attrgetter
 from types import UnionType
@@ -507,10 +509,35 @@ class BlocksSpec(Spec):
         return Model(self.name, blocks, tokens=1, unit="image")
 
 
+class TracedSpec(Spec):
+    """`kind = "traced"`: operators that a trace of a PyTorch module gave, by their file."""
+
+    name: str
+    kind: Literal["traced"]
+    operators: str = Field(pattern=r"[a-z0-9.-]+\.json")
+    image: Natural = 0
+    parameters: Natural = 0
+
+    def build(self) -> Model:
+        """The model of the file beside the catalog's models."""
+        from co2sim.catalog.model_files import model_from_json  # noqa: PLC0415 - of few models
+
+        path = resources.files("co2sim.catalog") / "models" / self.operators
+        if not path.is_file():
+            raise OptionError(
+                f"operators is {shown(self.operators)}, which the catalog does not have; a file of"
+                " your own is a model by itself: -m FILE.json"
+            )
+        text = path.read_text("utf-8")
+        return replace(model_from_json(json.loads(text)), name=self.name)
+
+
 class ModelSpec(Spec):
     """`models/*.toml`, by kind."""
 
-    model: Annotated[TransformerSpec | ViTSpec | DiTSpec | BlocksSpec, Field(discriminator="kind")]
+    model: Annotated[
+        TransformerSpec | ViTSpec | DiTSpec | BlocksSpec | TracedSpec, Field(discriminator="kind")
+    ]
 
     def build(self) -> Model:
         """Its blocks."""
