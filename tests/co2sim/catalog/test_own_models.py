@@ -171,9 +171,8 @@ def test_a_unet_has_the_parameters_of_its_paper_and_the_flop_of_torch() -> None:
 
 def test_the_catalog_has_the_trace_of_the_unet() -> None:
     """Its file of operators is that of the example today."""
-    source = load_build(str(ROOT / "examples" / "unet.py"))
-    made = from_torch(source.build, source.batch, source.loss)
-    assert load_model("ddpm-unet").value.blocks == made.blocks
+    traced = load_model(str(ROOT / "examples" / "unet.py")).value
+    assert load_model("ddpm-unet").value.blocks == traced.blocks
 
 
 SMALL: dict[str, Any] = {
