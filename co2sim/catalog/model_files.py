@@ -7,7 +7,7 @@ its list. An operator says its `kind` and what is other than in its class.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -57,8 +57,9 @@ class _Model(_Strict):
     name: str
     tokens: int
     unit: str = "token"
-    divisible: bool = False
+    divisible: bool | Literal["tp"] = False
     assumed: tuple[str, ...] = ()
+    undivided: str = ""
     operators: list[list[Any]]
     blocks: Annotated[list[_Block], Field(min_length=1, max_length=_MOST_BLOCKS)]
 
@@ -99,6 +100,7 @@ def model_to_json(model: Model) -> dict[str, Any]:
         "unit": model.unit,
         "divisible": model.divisible,
         "assumed": list(model.assumed),
+        "undivided": model.undivided,
         "operators": lists,
         "blocks": [
             {
@@ -157,7 +159,10 @@ def _read(tree: Mapping[str, Any]) -> Model:
                 f" {len(lists)} lists of them, from 0"
             )
     blocks = tuple(Block(b.name, lists[b.operators], b.boundary) for b in parsed.blocks)
-    return Model(parsed.name, blocks, parsed.tokens, parsed.unit, parsed.divisible, parsed.assumed)
+    rest = parsed.model_dump(
+        include={"name", "tokens", "unit", "divisible", "assumed", "undivided"}
+    )
+    return Model(blocks=blocks, **rest)
 
 
 def _check_numbers(name: str, node: object) -> None:

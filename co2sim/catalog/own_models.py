@@ -23,17 +23,25 @@ _MOST_TRACED = 16
 """Models that are kept: a study asks for one again and again."""
 
 
-def from_torch(build: "Build", batch: "Batch", loss: "Loss | None" = None, name: str = "") -> Model:
+def from_torch(
+    build: "Build",
+    batch: "Batch",
+    loss: "Loss | None" = None,
+    name: str = "",
+    tp_plan: "Mapping[str, Any] | None" = None,
+) -> Model:
     """The model of the torch module that `build()` returns, trained on what `batch()` returns.
 
     Traces one step on fake tensors, without a GPU. `loss(model, batch)` gives a scalar; None:
-    `.loss` of what the module returns, else the mean of its first tensor. Needs PyTorch. Raises
-    OptionError for what cannot be traced.
+    `.loss` of what the module returns, else the mean of its first tensor. `tp_plan` are paths of
+    modules, as `parallelize_module` of PyTorch takes them, with "colwise" or "rowwise", by which
+    tensor-parallel GPUs divide it; None: the `tp_plan` of the module, if it has one, as those of
+    transformers have. Needs PyTorch. Raises OptionError for what cannot be traced.
     """
     from co2sim.tracing.from_torch import trace  # noqa: PLC0415 - it imports torch
     from co2sim.tracing.traced import model_of  # noqa: PLC0415 - only of traces
 
-    step = trace(build, batch, loss)
+    step = trace(build, batch, loss, tp_plan)
     return model_of(step, name or step.modules[0].kind)
 
 
@@ -75,7 +83,8 @@ def _of_config(text: str) -> "Source":
 @lru_cache(maxsize=_MOST_TRACED)
 def _kept(load: "Callable[[str], Source]", reference: str, name: str, _changed: float) -> Tree:
     source = load(reference)
-    return model_to_json(from_torch(source.build, source.batch, source.loss, name))
+    model = from_torch(source.build, source.batch, source.loss, name, source.tp_plan)
+    return model_to_json(model)
 
 
 def read_model(tree: Tree, reference: str, overrides: "Mapping[str, str]") -> tuple[Model, Any]:

@@ -101,6 +101,11 @@ class Compiled:
     kept: float
     calls: int
 
+    def divided(self, ranks: int) -> "Compiled":
+        """Of a part of the width."""
+        forward, backward = self.exact
+        return Compiled((forward / ranks, backward / ranks), self.kept / ranks, self.calls)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
@@ -193,6 +198,7 @@ class Operator:
             apart=experts,
             unfused=tuple((what, elements / width) for what, elements in self.unfused),
             exact=(self.exact[0] / width, self.exact[1] / width),
+            compiled=self.compiled and self.compiled.divided(width),
             **scaled,
         )
 
@@ -222,10 +228,11 @@ class Product(Operator):
     several are one product. With `groups` the rows divide among as many weights, those of experts,
     in one call. One of a `wide` type is never of a narrow one: those of routers. Tensor-parallel
     ranks divide what lies `along`; a `padded` number of columns is rounded up, others are `what`
-    these have to divide. A `tied` one has the weights of another block. Of every sample there are
-    `count` products without weights (0: one with weights); a backward pass makes a `remade` one
-    once more, as its kernel does not keep the result. `narrow` is the type of its operands, if any,
-    and weights stay cast for `cast_steps` micro-steps.
+    these have to divide, or the inner dimension or the `count` is, if that lies `along`. A `tied`
+    one has the weights of another block. Of every sample there are `count` products without weights
+    (0: one with weights); a backward pass makes a `remade` one once more, as its kernel does not
+    keep the result. `narrow` is the type of its operands, if any, and weights stay cast for
+    `cast_steps` micro-steps.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -274,7 +281,8 @@ class Product(Operator):
         """What tensor-parallel ranks have to divide, by name."""
         if not self.what or (self.chosen and mesh.ep > 1):
             return {}
-        return {self.what: self.widths[0] if self.widths else self.columns}
+        columns = self.widths[0] if self.widths else self.columns
+        return {self.what: {"inner": self.inner, "heads": self.count}.get(self.along, columns)}
 
     def divided(self, mesh: Mesh) -> "Product | None":
         """The part of one rank: of the columns or of the inner dimension, or of the experts."""
@@ -282,9 +290,11 @@ class Product(Operator):
         assert isinstance(part, Product)
         apart = bool(self.chosen) and mesh.ep > 1
         ranks = mesh.tp if self.along and not apart else 1
-        inner, columns = self.inner, self.columns
+        inner, columns, count = self.inner, self.columns, self.count
         if self.along == "inner":
             inner //= ranks
+        elif self.along == "heads":
+            count //= ranks
         else:
             columns = -(-columns // ranks)
         tensors = tuple(size // (ranks * part.apart) for size in self.tensors)
@@ -294,6 +304,7 @@ class Product(Operator):
             columns=columns,
             widths=tuple(-(-w // ranks) for w in self.widths) if inner == self.inner else (),
             groups=self.groups // part.apart,
+            count=count,
             exact=(part.exact[0] / ranks, part.exact[1] / ranks),
             tensors=(inner * columns,) if self.padded and tensors else tensors,
         )
@@ -407,14 +418,14 @@ class Attention(Operator):
     def counts(self, mesh: Mesh) -> dict[str, int]:  # noqa: ARG002
         """What tensor-parallel ranks have to divide, by name."""
         keys = {} if self.latent else {"heads of keys": self.keys}
-        return {"heads": self.heads, **keys}
+        return {"heads": self.heads, **keys} if self.cut else {}
 
     def divided(self, mesh: Mesh) -> "Attention | None":
         """Some of the heads, on a part of the sequence."""
         part = super(Attention, self).divided(mesh)
         assert isinstance(part, Attention)
-        heads, keys = self.heads // mesh.tp, self.keys // mesh.tp
-        return replace(part, heads=heads, keys=keys, ranks=mesh.cp)
+        _, ranks = self._ranks(mesh)
+        return replace(part, heads=self.heads // ranks, keys=self.keys // ranks, ranks=mesh.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,15 +435,18 @@ class TensorExchange(Operator):
     At the `input` of products a rank needs the whole of them, and at the `output` the ranks sum up
     their results; a backward pass does so the other way round. With `sequence` every rank holds a
     part of the sequence between the two. One `of_experts` is not there where experts are divided.
+    One that `gathers` has of each rank some columns, which all get; backward it sends nothing.
 
     Source: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3 (the operators f and g);
-    with `sequence` Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
+    with `sequence` Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2; `gathers`: PyTorch
+    2.13, torch/distributed/tensor/parallel/style.py, ColwiseParallel(output_layouts=Replicate()).
     """
 
     kind: Literal["tensor exchange"] = "tensor exchange"  # type: ignore[assignment]  # as above
     side: Literal["input", "output"]
     width: int
     of_experts: bool = False
+    gathers: bool = False
     sequence: bool = False
     ranks: int = 1
 
@@ -626,16 +640,18 @@ class Block:
 class Model:
     """A model as a chain of blocks. A sample holds `tokens` tokens, or is an image or a latent: 1.
 
-    A `divisible` one says of each operator how ranks divide it. `assumed` is what was not known as
-    a module was traced.
+    A `divisible` one says of each operator how ranks divide it; with "tp" tensor-parallel ones
+    alone do. `undivided` says why its module's plan does not divide it. `assumed` is what was not
+    known as a module was traced.
     """
 
     name: str
     blocks: tuple[Block, ...]
     tokens: int
     unit: str = "token"
-    divisible: bool = False
+    divisible: bool | Literal["tp"] = False
     assumed: tuple[str, ...] = ()
+    undivided: str = ""
 
     @property
     def parameters(self) -> int:
@@ -744,17 +760,21 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 
 
 def _check_divides(model: Model, mesh: Mesh) -> None:
-    if not model.divisible:
-        named = next(f"{name}={n}" for name in MESH if (n := getattr(mesh, name)) > 1)
-        raise OptionError(
-            f"{named} does not apply to {model.name}: only transformers of the catalog divide"
+    allowed = MESH if model.divisible is True else (model.divisible or "",)
+    used = {name: n for name in MESH if (n := getattr(mesh, name)) not in {1, False}}
+    for name in (name for name in used if name not in allowed):
+        why = model.undivided or (
+            "of a traced module tp alone divides"
+            if model.divisible
+            else "only transformers of the catalog, and by tp modules with a tp_plan, divide"
         )
+        raise OptionError(f"{name}={str(used[name]).lower()} does not apply to {model.name}: {why}")
     tokens = model.tokens
-    for option, used in (
+    for option, is_used in (
         ("sequence_parallel=true", mesh.sequence_parallel),
         (f"cp={mesh.cp}", mesh.cp > 1),
     ):
-        if used and model.unit != "token":
+        if is_used and model.unit != "token":
             raise OptionError(f"{option} does not apply to {model.name}, of {model.unit}s")
     different = {id(block.operators): block.operators for block in model.blocks}.values()
     counts: dict[str, int] = {}

@@ -145,6 +145,8 @@ class Axes:
         """All that fill a number of GPUs, the plain one first."""
         divides, stages = says(strategy, "divides_layers"), says(strategy, "has_stages")
         layers = len(model.blocks) - 2
+        spreads = self.sequence_parallel
+        spreads = model.divisible != "tp" if spreads is None else spreads
         tps = self.tp or (_powers_up_to(min(gpus, cluster.gpus_per_node)) if divides else (1,))
         long = divides and model.unit == "token"
         cps = self.cp or (_powers_up_to(model.tokens // stack.context_tokens) if long else (1,))
@@ -159,7 +161,7 @@ class Axes:
             for count in chunks:
                 yield Mesh(
                     tp=tp,
-                    sequence_parallel=self.sequence_parallel is not False
+                    sequence_parallel=spreads
                     and (tp > 1 or bool(self.tp and self.sequence_parallel)),
                     cp=cp,
                     ep=ep,

@@ -30,6 +30,7 @@ from weakref import ref
 
 from co2sim.common.errors import OptionError, cut, given
 from co2sim.common.files import is_regular
+from co2sim.tracing.tp_plan import plan_of
 from co2sim.tracing.trace import (
     Access,
     AttentionShape,
@@ -43,6 +44,7 @@ from co2sim.tracing.trace import (
     Shape,
     Storage,
     Trace,
+    above,
 )
 
 try:
@@ -75,18 +77,22 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a file gives: how a module is built, its inputs, and its loss (None: the usual one)."""
+    """What a file gives: how a module is built, its inputs, its loss (None: the usual one).
+
+    `tp_plan` says how ranks divide it (None: as the module says).
+    """
 
     build: Build
     batch: Batch
     loss: Loss | None = None
+    tp_plan: Mapping[str, Any] | None = None
 
 
 def load_build(named: str) -> Source:
     """The functions of a file, by "my_model.py:build"; without a name it is `build`.
 
-    Of the same file are `batch()`, the inputs, and `loss(model, batch)`, a scalar; the latter may
-    be missing. Executes the file. Raises OptionError for what is not there.
+    Of the same file are `batch()`, the inputs, `loss(model, batch)`, a scalar, and `tp_plan`; the
+    latter two may be missing. Executes the file. Raises OptionError for what is not there.
     """
     path, _, name = named.rpartition(":") if ".py:" in named else (named, "", "build")
     if not is_regular(Path(path)):
@@ -101,7 +107,7 @@ def load_build(named: str) -> Source:
             f"{path} has no function batch(); it must return the inputs of one step, such as"
             " torch.randint(0, 50257, (8, 1024))"
         )
-    return Source(build, batch, getattr(module, "loss", None))
+    return Source(build, batch, getattr(module, "loss", None), getattr(module, "tp_plan", None))
 
 
 def load_config(text: str, tokens: Callable[[int], int]) -> Source:
@@ -834,11 +840,17 @@ class _Places:
 # --- the whole ------------------------------------------------------------------------------------
 
 
-def trace(build: Build, batch: Batch, loss: Loss | None = None) -> Trace:
+def trace(
+    build: Build,
+    batch: Batch,
+    loss: Loss | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
+) -> Trace:
     """What a forward and a backward pass of `build()` on `batch()` execute and keep.
 
     `loss(model, batch)` gives a scalar; None: `.loss` of what the module returns, else the mean of
-    its first tensor. Raises OptionError, in one line, for what cannot be traced.
+    its first tensor. `tp_plan` gives modules that ranks divide; None: the `tp_plan` of the module,
+    if it has one. Raises OptionError, in one line, for what cannot be traced.
     """
     began = time.perf_counter()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -874,6 +886,8 @@ def trace(build: Build, batch: Batch, loss: Loss | None = None) -> Trace:
         units=units,
         assumptions=_assumptions(model, values),
         seconds=time.perf_counter() - began,
+        plan=plan_of(getattr(model, "tp_plan", None) or {} if tp_plan is None else tp_plan),
+        own_plan=tp_plan is None,
     )
 
 
@@ -1034,10 +1048,10 @@ def _modules(
         sizes = [tuple(x.size for x in side) for side in (kernel.reads, kernel.writes)]
         key = (kernel.name, kernel.phase, kernel.flop, kernel.shape, kernel.dtype, *sizes)
         core = cores.setdefault(key, len(cores))
-        for path in _above(kernel.module):
+        for path in above(kernel.module):
             parts[path].append((kernel.module[len(path) :], core))
     for parameter in parameters:
-        for path in _above(parameter.path.rpartition(".")[0]):
+        for path in above(parameter.path.rpartition(".")[0]):
             shape = (parameter.path[len(path) :], parameter.shape, parameter.dtype)
             parts[path].append((*shape, parameter.trainable))
     numbers: dict[Any, int] = {}
@@ -1057,14 +1071,6 @@ def _modules(
             )
         )
     return tuple(modules)
-
-
-def _above(path: str) -> Iterator[str]:
-    """A path and all above it, the model itself last."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
 
 
 def _assumptions(model: nn.Module, values: _Values) -> tuple[str, ...]:

@@ -4,8 +4,8 @@
 FLOP, and kernels are numbered in the order in which they were issued.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -178,7 +178,8 @@ class Trace:
     """One training step: forward, loss, and backward.
 
     `units` are tokens where the batch is made of them, samples elsewhere; `assumptions` say what
-    was not known without data. `seconds` is the wall time of tracing.
+    was not known without data. `seconds` is the wall time of tracing. `plan` names modules that
+    tensor-parallel ranks divide; it may be the module's `own_plan`.
     """
 
     kernels: tuple[Kernel, ...]
@@ -189,6 +190,8 @@ class Trace:
     units: int
     assumptions: tuple[str, ...]
     seconds: float
+    plan: Mapping[str, str] = field(default_factory=dict)
+    own_plan: bool = False
 
     @cached_property
     def flop(self) -> int:
@@ -230,3 +233,11 @@ class Trace:
         for kernel in self.kernels:
             if not path or kernel.module == path or kernel.module.startswith(below):
                 yield kernel
+
+
+def above(path: str) -> Iterator[str]:
+    """The path of a module and all above it, the model itself last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""

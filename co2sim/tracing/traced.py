@@ -8,6 +8,7 @@ of a block are one, which moves the bytes that these move. Parameters, their cop
 gradients are not among these bytes, which grow with the batch.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,14 @@ from co2sim.models.operators import (
     Block,
     Compiled,
     CrossEntropy,
+    Cut,
     Model,
     Operator,
     Product,
+    Table,
+    TensorExchange,
 )
+from co2sim.tracing.tp_plan import Division, columns_of, division_of
 from co2sim.tracing.trace import (
     AttentionShape,
     ConvolutionShape,
@@ -31,6 +36,7 @@ from co2sim.tracing.trace import (
     Parameter,
     ProductShape,
     Trace,
+    above,
 )
 
 _COPIES = {"_to_copy", "clone", "copy_", "constant_pad_nd", "slice_backward", "slice_scatter"}
@@ -64,7 +70,15 @@ def model_of(trace: Trace, name: str) -> Model:
             shared = made.setdefault(operators, operators)
             blocks.append(Block(block, shared, step.boundary(index, shared)))
     tokens = trace.units // trace.samples
-    return Model(name, tuple(blocks), tokens, _unit(trace), assumed=trace.assumptions)
+    return Model(
+        name,
+        tuple(blocks),
+        tokens,
+        _unit(trace),
+        divisible="tp" if step.division.styles else False,
+        assumed=trace.assumptions,
+        undivided=step.division.refusal,
+    )
 
 
 def _unit(trace: Trace) -> str:
@@ -90,10 +104,10 @@ class _Tree:
         self.products: set[str] = set()
         for kernel in trace.kernels:
             if kernel.shape is not None:
-                self.products.update(_above(kernel.module))
+                self.products.update(above(kernel.module))
         self.parameters: Counter[str] = Counter()
         for parameter in trace.parameters:
-            for path in _above(parameter.path.rpartition(".")[0]):
+            for path in above(parameter.path.rpartition(".")[0]):
                 self.parameters[path] += parameter.numel
 
     def units(self) -> list[str]:
@@ -146,14 +160,6 @@ class _Tree:
         return working
 
 
-def _above(path: str) -> Iterator[str]:
-    """A path and all above it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
 # --- which block a kernel belongs to --------------------------------------------------------------
 
 
@@ -166,7 +172,7 @@ class _Step:
         self.forward = [i for i, kernel in enumerate(self.kernels) if kernel.phase == "forward"]
         units = set(_Tree(trace).units())
         self._unit = {
-            module.path: next((path for path in _above(module.path) if path in units), None)
+            module.path: next((path for path in above(module.path) if path in units), None)
             for module in trace.modules
         }
         in_order = dict.fromkeys(self._unit[self.kernels[i].module] for i in self.forward)
@@ -221,6 +227,19 @@ class _Step:
                 if parameter is not None:
                     parameters[kernel.writes[0].storage] = parameter
         return parameters
+
+    @cached_property
+    def division(self) -> Division:
+        """What tensor-parallel ranks divide."""
+        return division_of(self.trace, self.weights)
+
+    def cut(self, storage: int) -> Cut:
+        """What ranks divide of a storage."""
+        return "width" if storage in self.division.storages else ""
+
+    def cut_of(self, kernel: Kernel) -> Cut:
+        """What they divide of the output of a kernel."""
+        return next((self.cut(access.storage) for access in kernel.writes), "")
 
     @cached_property
     def first_use(self) -> Mapping[str, int]:
@@ -333,7 +352,7 @@ def _loss(step: _Step) -> _Loss:
             name="loss",
             rows=-(-rows // samples),
             columns=size // rows,
-            vocabulary=step.trace.units > samples,
+            vocabulary=bool(step.cut(kernels[source].reads[0].storage)),
             calls=len(members),
             moved=0.0,
         )
@@ -364,6 +383,7 @@ class _Block:
     def __init__(self, step: _Step, index: int) -> None:
         self.step = step
         self.index = index
+        self.inputs: set[int] = set()
         mine = [
             i for i, owner in enumerate(step.owner) if owner == index and i not in step.loss.kernels
         ]
@@ -389,10 +409,14 @@ class _Block:
             op for i in self.products for op in self._working(i, left, _of(i, of), _of(i, compiled))
         ]
         apart = set(self.products)
-        kept = (storage for storage, i in of.items() if i not in apart)
-        fused = (storage for storage, i in compiled.items() if i not in apart)
-        rest = self._rest(left, self._sizes(kept), self._sizes(fused))
-        return (*made, *rest, *step.loss.operators.get(self.index, ()))
+        kept = [storage for storage, i in of.items() if i not in apart]
+        fused = [storage for storage, i in compiled.items() if i not in apart]
+        return (
+            *self._tables(left),
+            *made,
+            *self._rest(left, kept, fused),
+            *step.loss.operators.get(self.index, ()),
+        )
 
     def _own_parameters(self) -> dict[str, Parameter]:
         head = len(self.step.names) - 1
@@ -408,15 +432,15 @@ class _Block:
         self, i: int, left: dict[str, Parameter], kept: list[int], compiled: list[int]
     ) -> Iterator[AnyOperator]:
         """The operators of a kernel that multiplies; it takes its weight out of those `left`."""
-        kernel = self.step.kernels[i]
+        step, kernel = self.step, self.step.kernels[i]
         if isinstance(kernel.shape, AttentionShape):
-            op: AnyOperator = _attention(kernel.shape, self.step.trace.samples)
+            op: AnyOperator = _attention(kernel.shape, step.trace.samples)
         else:
             weight = self._weight(kernel)
             tensor = left.pop(weight.path, None) if weight else None
-            op = _product(kernel, weight, self.step.trace, wide=kernel.width > self.step.width)
+            op = _product(kernel, weight, step.trace, wide=kernel.width > step.width)
             if weight:
-                elsewhere = self.step.first_use[weight.path] != self.index
+                elsewhere = step.first_use[weight.path] != self.index
                 op = replace(
                     op,
                     tensors=(tensor.numel,) if tensor else (),
@@ -424,10 +448,75 @@ class _Block:
                     frozen=not weight.trainable,
                 )
         size, fused = self._sizes(kept) / op.rows, self._sizes(compiled) / op.rows
-        calls = 1 + kernel.views
-        yield replace(
-            op, calls=calls, kept=size, moved=0.0, compiled=Compiled((0.0, 0.0), fused, 1)
+        if isinstance(op, Product):
+            op = self._along(kernel, op)
+        elif isinstance(op, Attention) and step.cut_of(kernel):
+            op = replace(op, keys=self._keys(kernel, op))
+        made = replace(
+            op,
+            calls=1 + kernel.views,
+            kept=size,
+            moved=0.0,
+            compiled=Compiled((0.0, 0.0), fused, 1),
+            cut=step.cut_of(kernel),
         )
+        yield from self._exchanged(kernel, made) if isinstance(made, Product) else (made,)
+
+    def _exchanged(self, kernel: Kernel, op: Product) -> Iterator[AnyOperator]:
+        """A product between what ranks exchange: an input once, of all products that read it."""
+        columns = op.along == "columns"
+        if columns and (source := self._source(kernel)) not in self.inputs:
+            self.inputs.add(source)
+            yield TensorExchange(rows=op.rows, side="input", width=op.inner)
+        yield op
+        if op.along == "inner" or (columns and not op.cut):
+            yield TensorExchange(rows=op.rows, side="output", width=op.columns, gathers=columns)
+
+    def _along(self, kernel: Kernel, op: Product) -> Product:
+        """A product with what ranks divide of it."""
+        style = self.step.division.styles.get(kernel.module)
+        if op.count:
+            heads = bool(self.step.cut_of(kernel))
+            return replace(op, along="heads", what="heads") if heads else op
+        if not style:
+            return op
+        if style == "rowwise":
+            return replace(op, along="inner", what=f"inputs of {op.name}")
+        losses = self.step.loss.operators.get(self.index, ())
+        padded = style == "gathered" or any(loss.columns == op.columns for loss in losses)
+        what = "" if padded else f"columns of {op.name}"
+        return replace(op, along="columns", padded=padded, what=what)
+
+    def _source(self, kernel: Kernel) -> int:
+        """What a product reads beside its weight, of copies the original."""
+        step = self.step
+        storage = next(x.storage for x in kernel.reads if x.storage not in step.weights)
+        while (writer := step.writers.get(storage)) is not None:
+            if step.kernels[writer].name not in {"_to_copy", "clone"}:
+                break
+            storage = step.kernels[writer].reads[0].storage
+        return storage
+
+    def _keys(self, kernel: Kernel, op: Attention) -> int:
+        """Heads that have keys: those of the product that makes them, before they are repeated."""
+        made = self.step.division.storages.get(kernel.reads[1].storage, frozenset[int]())
+        columns = [columns_of(self.step.kernels[i]) for i in made]
+        heads, rest = divmod(sum(columns), op.wide)
+        return op.keys if rest or len(columns) != 1 else min(op.keys, heads)
+
+    def _tables(self, left: dict[str, Parameter]) -> Iterator[AnyOperator]:
+        """Parameters of colwise modules and look-ups, taken out of those `left`."""
+        styles = self.step.division.styles
+        for path, p in list(left.items()):
+            module = path.rpartition(".")[0]
+            if styles.get(module, "rowwise") != "rowwise":
+                del left[path]
+                width = p.numel // p.shape[0]
+                yield Table(entries=p.shape[0], width=width, frozen=not p.trainable)
+        for kernel in (self.step.kernels[i] for i in self.plain):
+            if kernel.name == "embedding" and kernel.module in styles:
+                made = self.step.elements(kernel.writes[0].size)
+                yield TensorExchange(side="output", width=math.ceil(made))
 
     def _weight(self, kernel: Kernel) -> Parameter | None:
         """The parameter that a product multiplies by: the largest that it reads."""
@@ -438,33 +527,40 @@ class _Block:
         )
         return max(parameters, key=lambda p: p.numel, default=None) if named else None
 
-    def _rest(self, left: Mapping[str, Parameter], kept: float, fused: float) -> Iterator[Operator]:
-        """All other kernels and parameters."""
+    def _rest(
+        self, left: Mapping[str, Parameter], kept: Sequence[int], fused: Sequence[int]
+    ) -> Iterator[Operator]:
+        """All other kernels, on what ranks divide and on what is whole, and other parameters."""
         step = self.step
-        moved = [sum(map(self._moved, indices)) for indices in (self.plain, self.backward)]
         trained = tuple(p.numel for p in left.values() if p.trainable)
         frozen = tuple(p.numel for p in left.values() if not p.trainable)
-        op = Operator(
-            name="elementwise",
-            tensors=trained,
-            work=sum(step.kernels[i].flop for i in self.plain) / step.trace.samples,
-            calls=sum(1 + step.kernels[i].views for i in self.plain),
-            kept=kept,
-            moved=0.0,
-            exact=(step.elements(moved[0]), step.elements(moved[1])),
-            compiled=replace(self.fused.compiled, kept=fused),
-        )
-        if trained or any(op.exact) or op.calls or kept:
-            yield op
+        cuts: tuple[Cut, ...] = ("width", "")
+        for cut in cuts:
+            mine = [k for k in (step.kernels[i] for i in self.plain) if step.cut_of(k) == cut]
+            moved = [sum(self._moved(i, cut) for i in of) for of in (self.plain, self.backward)]
+            sizes = [self._sizes(n for n in of if step.cut(n) == cut) for of in (kept, fused)]
+            op = Operator(
+                name="elementwise",
+                tensors=() if cut else trained,
+                work=sum(kernel.flop for kernel in mine) / step.trace.samples,
+                calls=sum(1 + kernel.views for kernel in mine),
+                kept=sizes[0],
+                moved=0.0,
+                exact=(step.elements(moved[0]), step.elements(moved[1])),
+                compiled=self.fused.compiled(sizes[1], cut),
+                cut=cut,
+            )
+            if op.tensors or any(op.exact) or op.calls or op.kept:
+                yield op
         if frozen:
             yield Operator(name="frozen", tensors=frozen, frozen=True, moved=0.0)
 
-    def _moved(self, i: int) -> int:
+    def _moved(self, i: int, cut: Cut) -> int:
         kernel = self.step.kernels[i]
         return sum(
             access.size
             for access in (*kernel.reads, *kernel.writes)
-            if self.step.counts(access.storage)
+            if self.step.counts(access.storage) and self.step.cut(access.storage) == cut
         )
 
 
@@ -551,15 +647,19 @@ class _Fused:
         self.step = step
         self.kept = {storage for storage, block in step.kept.items() if block == index}
         self.again: dict[int, dict[int, int]] = {}
-        chains = self._chains(forward)
-        for chain in chains:
+        self.chains, self.back = self._chains(forward), self._chains(backward)
+        for chain in self.chains:
             self._drop(chain)
-        moved = sum(self._bytes(chain) for chain in chains)
-        chains_back = self._chains(backward)
-        moved_back = sum(self._bytes(chain) for chain in chains_back)
-        self.compiled = Compiled(
-            (step.elements(moved), step.elements(moved_back)), 0.0, len(chains)
+
+    def compiled(self, kept: float, cut: Cut) -> Compiled:
+        """Of what ranks divide so."""
+        step = self.step
+        forward, backward = (
+            step.elements(sum(self._bytes(chain, cut) for chain in chains))
+            for chains in (self.chains, self.back)
         )
+        mine = [chain for chain in self.chains if step.cut_of(step.kernels[chain[-1]]) == cut]
+        return Compiled((forward, backward), kept, len(mine))
 
     def _chains(self, indices: Sequence[int]) -> list[list[int]]:
         """Kernels but for products, those that are one together."""
@@ -612,8 +712,8 @@ class _Fused:
             for i in self.step.readers.get(storage, ())
         )
 
-    def _bytes(self, chain: Sequence[int]) -> int:
-        """What one kernel in place of a chain reads and writes."""
+    def _bytes(self, chain: Sequence[int], cut: Cut) -> int:
+        """What one kernel in place of a chain reads and writes, of what ranks divide so."""
         step, mine = self.step, set(chain)
         reads: dict[int, int] = {}
         for storage, size in self._inputs(chain).items():
@@ -627,7 +727,8 @@ class _Fused:
                 if not step.counts(storage) or not self._is_read(storage, mine, forward=forward):
                     continue
                 writes[storage] = max(access.size, writes.get(storage, 0))
-        return sum(reads.values()) + sum(writes.values())
+        sizes = (*reads.items(), *writes.items())
+        return sum(size for storage, size in sizes if step.cut(storage) == cut)
 
     def _is_read(self, storage: int, chain: set[int], *, forward: bool) -> bool:
         """Whether a kernel of the same pass outside of a chain reads it, or it is kept."""

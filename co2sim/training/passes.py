@@ -218,7 +218,9 @@ class Passes(Framework):
             inputs, outputs = outputs, inputs
         loss = () if which == "backward" else self._of_loss(block, again=which == "recompute")
         if not any(op.sequence for op in block.of(TensorExchange)):
-            made = TensorParallelCollectives(behind=self._all(Kind.ALL_REDUCE, outputs))
+            sums = self._all(Kind.ALL_REDUCE, [op for op in outputs if not op.gathers])
+            parts = self._all(Kind.ALL_GATHER, [op for op in outputs if op.gathers])
+            made = TensorParallelCollectives(behind=(*sums, *parts))
         else:
             gathered = self._all(Kind.ALL_GATHER, outputs) if which == "backward" else ()
             made = TensorParallelCollectives(
