@@ -54,7 +54,8 @@ def plan_of(plan: object) -> dict[str, str]:
     words = {}
     for path, style in plan.items():
         sides = (str(getattr(style, f"{side}_layouts", "")) for side in ("input", "output"))
-        words[path] = _LAYOUTS.get(" ".join((type(style).__name__, *sides)), str(style))
+        word = style if isinstance(style, str) else " ".join((type(style).__name__, *sides))
+        words[path] = _LAYOUTS.get(word, word)
     return words
 
 
