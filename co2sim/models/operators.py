@@ -766,7 +766,7 @@ def _check_divides(model: Model, mesh: Mesh) -> None:
         why = model.undivided or (
             "of a traced module tp alone divides"
             if model.divisible
-            else "only transformers of the catalog, and by tp modules with a tp_plan, divide"
+            else "only transformers of the catalog divide, and by tp modules with a tp_plan"
         )
         raise OptionError(f"{name}={str(used[name]).lower()} does not apply to {model.name}: {why}")
     tokens = model.tokens
