@@ -37,7 +37,7 @@ _LAYOUTS = {
 class Division:
     """What a plan divides: modules by path, storages with the colwise kernels they come from.
 
-    `refusal` says why the plan that a module has of its own divides nothing.
+    `refusal` says why a module's plan divides nothing.
     """
 
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Division:
 
 
 def plan_of(plan: object) -> dict[str, str]:
-    """A plan in words. Raises OptionError for what is no mapping of paths."""
+    """A plan as its words. Raises OptionError for what is no mapping of paths."""
     if not isinstance(plan, Mapping) or not all(isinstance(path, str) for path in plan):
         raise OptionError(
             f'tp_plan is {given(plan)}; it must be such as {{"layers.*.up": "colwise"}}'
@@ -99,7 +99,7 @@ def _styles(trace: Trace) -> dict[str, Style]:
             made = "table" if path in lookups and style == "rowwise" else style
             if not made or path not in (lookups if made == "table" else products):
                 raise OptionError(
-                    f"tp_plan: {path} cannot be {word}: products with a weight of their own can,"
+                    f"tp_plan: {path} cannot be {word}: products with their own weight can,"
                     " and look-ups can be rowwise"
                 )
             styles[path] = made
