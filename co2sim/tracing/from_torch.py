@@ -886,7 +886,7 @@ def trace(
         units=units,
         assumptions=_assumptions(model, values),
         seconds=time.perf_counter() - began,
-        plan=plan_of(getattr(model, "tp_plan", None) or {} if tp_plan is None else tp_plan),
+        plan=plan_of(_own_plan(model) if tp_plan is None else tp_plan),
         own_plan=tp_plan is None,
     )
 
@@ -1071,6 +1071,11 @@ def _modules(
             )
         )
     return tuple(modules)
+
+
+def _own_plan(model: nn.Module) -> Mapping[str, Any]:
+    plan = getattr(model, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
 
 
 def _assumptions(model: nn.Module, values: _Values) -> tuple[str, ...]:

@@ -133,6 +133,16 @@ def test_what_a_trace_does_not_say_is_refused(named: str, option: dict[str, Any]
     assert "\n" not in str(found.value)
 
 
+def test_a_plan_of_the_file_divides_its_layers(named: str) -> None:
+    """By tensor parallelism."""
+    path = Path(named.removesuffix(":build"))
+    path.write_text(
+        f'{SOURCE}\ntp_plan = {{"layers.*.up": "colwise", "layers.*.down": "rowwise"}}\n'
+    )
+    result = co2sim.simulate(cluster="dgx-h100", gpus=16, model=named, strategy="fsdp", tp=2)
+    assert result.tokens_per_s > 0
+
+
 def test_what_was_assumed_is_a_fact_without_a_source() -> None:
     """The choices of a router, of an object as of a file."""
 
