@@ -131,7 +131,10 @@ def model_from_json(tree: object) -> Model:
         _check_numbers("boundary", block.boundary)
     for operators in {id(block.operators): block.operators for block in model.blocks}.values():
         for op in operators:
-            _check_numbers(op.kind, asdict(op))
+            numbers = asdict(op)
+            unfused = numbers.pop("unfused")  # of some code less is kept than what is fused
+            _check_numbers(op.kind, numbers)
+            _check_numbers("unfused", [abs(size) for _, size in unfused])
             if op.chosen and op.chosen[0] > op.chosen[1]:
                 raise CatalogError(f"a model's chosen is {op.chosen}; none is above the other")
     _check_numbers("tokens", model.tokens)

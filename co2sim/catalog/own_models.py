@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from co2sim.catalog.facts import Fact, Tree, usual_sequence
 from co2sim.catalog.huggingface import name_of
 from co2sim.catalog.model_files import model_from_json, model_to_json
-from co2sim.common.errors import CatalogError
+from co2sim.common.errors import CatalogError, OptionError
 from co2sim.models.operators import Model
 
 if TYPE_CHECKING:
@@ -70,7 +70,13 @@ def can_trace(model_type: object) -> bool:
 
 def transformers_tree(config: Tree, reference: str) -> Tree:
     """What a file would say of the class of transformers that a `config.json` names."""
-    return _kept(_of_config, json.dumps(config), name_of(config, reference), 0.0)
+    try:
+        return _kept(_of_config, json.dumps(config), name_of(config, reference), 0.0)
+    except OptionError as error:
+        raise OptionError(
+            f"{error} (a class that needs other inputs than tokens or an image: give a file with"
+            " build() and batch(), docs/any-model.md)"
+        ) from error
 
 
 def _of_config(text: str) -> "Source":

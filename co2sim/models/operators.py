@@ -87,7 +87,7 @@ class Again:
     flops: float = 0.0
     kernels: float = 0.0
     moved: float = 0.0
-    calls: int = 0
+    calls: float = 0
 
 
 NOT_AGAIN = Again()
@@ -99,7 +99,7 @@ class Compiled:
 
     exact: tuple[float, float]
     kept: float
-    calls: int
+    calls: float
 
     def divided(self, ranks: int) -> "Compiled":
         """Of a part of the width."""
@@ -132,7 +132,7 @@ class Operator:
     tensors: tuple[int, ...] = ()
     chosen: tuple[int, int] | None = None
     work: Flops = 0.0
-    calls: int = 0
+    calls: float = 0
     kept: float = 0.0
     made: float | None = None
     unfused: tuple[tuple[Unfused, float], ...] = ()
@@ -675,15 +675,9 @@ class Model:
 
     @property
     def first_trained(self) -> int:
-        """The first block that is not frozen: those before have no backward pass."""
-        return next(
-            (
-                i
-                for i, block in enumerate(self.blocks)
-                if not all(op.frozen for op in block.operators)
-            ),
-            0,
-        )
+        """The first block of which something is trained: those before have no backward pass."""
+        trained = (i for i, block in enumerate(self.blocks) if block.trained or block.trained_tied)
+        return next(trained, 0)
 
     @property
     def flops_per_sample(self) -> Flops:

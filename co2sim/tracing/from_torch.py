@@ -11,6 +11,7 @@ The only module of co2sim that imports torch; nothing imports it before a module
 import json
 import logging
 import sys
+import sysconfig
 import time
 import traceback
 import warnings
@@ -157,7 +158,7 @@ def _executed(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal("the file", error) from error
     finally:
         sys.path.pop(0)
@@ -494,8 +495,9 @@ _SCATTERS = {
 }
 """Kernels that change only as much of their first tensor as the last one has."""
 _ATTENTION = "_scaled_dot_product_"
-MOST_KERNELS = 250_000
-"""Of a step: more would be a loop over tokens, and take more than two minutes to trace."""
+MOST_KERNELS = 50_000
+"""Of a step: more would be a loop over tokens, and take more than half a minute to trace. The graph
+of 100,000 is freed by a recursion that is too deep."""
 _COMPLEX = 4
 """Real products for a product of two complex numbers."""
 
@@ -782,6 +784,8 @@ class _Places:
         self.names: list[str] = [""]
         self.visits: dict[str, _Visit] = {}
         self.owners: dict[int, str] = {}
+        self.last = False
+        """Whether it is the backward pass."""
 
     @property
     def now(self) -> str:
@@ -831,6 +835,11 @@ class _Places:
             return self.now, "forward"
         if len(self.stack) > 1:
             return self.now, "recomputation"
+        if not self.last:
+            raise OptionError(
+                "the loss computes gradients itself (torch.autograd.grad), whose own gradients are"
+                " not counted; leave that term out"
+            )
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.owners.get(id(variable), ""), "backward"
@@ -941,10 +950,15 @@ def _given(batch: Batch, mode: FakeTensorMode) -> Any:
             new.__dict__["_known"] = x.detach()
         return new
 
-    inputs = tree_map_only(Tensor, fake, inputs)
-    if not _tensors(inputs):
+    tensors = _tensors(inputs)
+    if not tensors:
         raise OptionError(f"batch() returned {given(inputs)}; it must hold the input tensors")
-    return inputs
+    for x in tensors:
+        if x.layout is not torch.strided or x.is_nested:
+            raise OptionError("batch() returned a sparse or nested tensor; give plain ones")
+        if not x.numel():
+            raise OptionError(f"batch() returned {_described(x)}; no size may be 0")
+    return tree_map_only(Tensor, fake, inputs)
 
 
 def _usual_loss(model: Any, inputs: Any) -> Tensor:
@@ -1016,7 +1030,7 @@ def _step(model: nn.Module, inputs: Any, loss: Loss, recorder: _Recorder) -> Non
                     "the loss depends on no parameter that is trained: set requires_grad, and do"
                     " not compute it under torch.no_grad()"
                 )
-        recorder.places.stack = [""]
+        recorder.places.stack, recorder.places.last = [""], True
         with _refusing("the backward pass", recorder.places):
             value.backward()
     finally:
@@ -1098,18 +1112,19 @@ def _refusing(what: str, places: _Places | None = None) -> Iterator[None]:
         yield
     except OptionError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _refusal(what, error, places) from error
 
 
-def _refusal(what: str, error: Exception, places: _Places | None = None) -> OptionError:
+def _refusal(
+    what: str, error: Exception | SystemExit, places: _Places | None = None
+) -> OptionError:
     module = f" in module {places.now}" if places and places.now else ""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and frame.filename != __file__
-    ]
-    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno))
+    own = [(name, line) for name, line in frames if not _of_others(name)]
+    where = f" at {Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
     if isinstance(error, _UnknownValueError):
         line = (
             f"{what}{module}{where} depends on values that are not known without data (a branch,"
@@ -1122,6 +1137,12 @@ def _refusal(what: str, error: Exception, places: _Places | None = None) -> Opti
     return OptionError(line)
 
 
+def _of_others(file: str) -> bool:
+    """Whether a file is of Python, of a package, or of co2sim: not the user's."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    return file.startswith(("<", *libraries)) or "site-packages" in file or file == __file__
+
+
 _ADVICE = {
     (
         "cuda",
@@ -1130,11 +1151,13 @@ _ADVICE = {
     ("uninitializedparameter",): "lazy modules have no shapes yet: give them the sizes of inputs",
     ("numpy", "data_ptr", "data pointer"): "fake tensors have no memory: compute with torch, or"
     " outside of the module",
+    ("inputs of bf16",): "a grouped product is in bfloat16: build the module in that",
+    ("sparse",): "only plain tensors are traced: build without sparse gradients",
 }
 """By words of an error."""
 
 
-def _advice(error: Exception, text: str) -> str:
+def _advice(error: Exception | SystemExit, text: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         return "; install it, or build the module without it"
     if isinstance(error, UnsupportedOperatorException):

@@ -60,6 +60,31 @@ that is kept is written and read once, and backward twice. A layer of Llama 3 8B
 that compiles); the formula 6.85 GB. Source: tests/co2sim/catalog/test_own_models.py.
 """
 
+
+def _compiled(operators: tuple[AnyOperator, ...]) -> tuple[AnyOperator, ...]:
+    """As a compiler makes them: with the scales of both, no slower than what eager code issues."""
+    traced = [(op, op.compiled) for op in operators if op.compiled]
+
+    eager, scaled = _TRACED[False], _TRACED[True]
+    issued = sum(op.rows * sum(op.exact) for op, _ in traced) / eager.moved
+    made = sum(op.rows * sum(compiled.exact) for op, compiled in traced) / scaled.moved
+    moved = min(1.0, issued / made) if made else 1.0
+    issued = sum(op.calls for op, _ in traced) / eager.calls
+    made = sum(compiled.calls for _, compiled in traced) / scaled.calls
+    calls = min(1.0, issued / made) if made else 1.0
+    return tuple(
+        op
+        if op.compiled is None
+        else replace(
+            op,
+            exact=(op.compiled.exact[0] * moved, op.compiled.exact[1] * moved),
+            kept=op.compiled.kept,
+            calls=op.compiled.calls * calls,
+        )
+        for op in operators
+    )
+
+
 _BOTH = 2
 """Products of a backward pass for one of a forward pass."""
 
@@ -83,9 +108,6 @@ class Passes(Framework):
                 moved = 2 * (op.kept + op.passing) if op.moved is None else op.moved
                 kept = tuple(pair for pair in op.unfused if pair[0] in keeps)
                 op = replace(op, moved=moved, kept=op.kept + more, unfused=kept)
-            if self.compiled and op.compiled:
-                made = op.compiled
-                op = replace(op, exact=made.exact, kept=made.kept, calls=made.calls)
             match op:
                 case Product(wide=False) if kind:
                     return replace(op, narrow=kind, cast_steps=cast_steps)
@@ -95,7 +117,8 @@ class Passes(Framework):
                     return replace(op, eager=self.loss == "eager")
             return op
 
-        return replace(block, operators=tuple(map(changed, block.operators)))
+        operators = tuple(map(changed, block.operators))
+        return replace(block, operators=_compiled(operators) if self.compiled else operators)
 
     def of(self, block: Block, *, trains: bool) -> tuple[Compute, Compute]:
         """A backward pass moves twice as much as a forward one, but frozen weights once."""
@@ -136,7 +159,7 @@ class Passes(Framework):
         products: list[Gemm] = []
         fused: list[FusedAttention] = []
         moved = exact = casts = 0.0
-        calls = 0
+        calls = 0.0
         for op in block.operators:
             repeated = op.again.kernels if again else 0.0
             runs = again and math.ceil(op.again.flops)

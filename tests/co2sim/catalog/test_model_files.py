@@ -13,7 +13,7 @@ from co2sim.catalog import load_model, names
 from co2sim.catalog.model_files import model_from_json, model_to_json
 from co2sim.common.errors import CatalogError
 from co2sim.models.operators import Model, kinds, shard_model
-from co2sim.models.transformer import Experts, language_model
+from co2sim.models.transformer import Code, Experts, Transformer, language_model
 from co2sim.schedule.mesh import Mesh
 from co2sim.training.workload import Workload
 
@@ -32,6 +32,13 @@ def test_a_model_is_read_as_it_was_written(name: str) -> None:
     assert kinds(found) == kinds(model)
     lists = {id(block.operators) for block in found.blocks}
     assert len(lists) == len({id(block.operators) for block in model.blocks})
+
+
+def test_less_than_what_is_fused_is_read_as_it_was_written() -> None:
+    """ReLU of eager code keeps no input: fewer elements than a fused kernel."""
+    body = Transformer(layers=1, hidden=8, heads=2, ffn=32, code=Code(function=-1))
+    model = language_model("relu", body, vocab=16, tokens=4, tied=True)
+    assert again(model) == model
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from co2sim.models.operators import (
     Block,
     ExpertExchange,
     Model,
+    Operator,
     Product,
     TensorExchange,
     backward_flops,
@@ -230,3 +231,16 @@ def test_equal_layers_are_one_kind() -> None:
         for block in whole.blocks
     )
     assert kinds(replace(whole, blocks=apart)) == kinds(whole)
+
+
+def test_blocks_before_the_first_trained_one_have_no_backward_pass() -> None:
+    """Whatever they have beside frozen parameters, such as an activation function."""
+    frozen = Product(inner=8, columns=8, tensors=(64,), frozen=True)
+    trained = Product(inner=8, columns=8, tensors=(64,))
+    blocks = [
+        Block(str(n), (op, Operator(name="relu", calls=1)))
+        for n, op in enumerate((frozen, trained))
+    ]
+    model = Model("probe", tuple(blocks), 1)
+    assert model.first_trained == 1
+    assert model.flops_per_sample == 4 * frozen.flops

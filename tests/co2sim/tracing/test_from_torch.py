@@ -350,6 +350,26 @@ def test_a_loss_must_be_a_scalar() -> None:
         trace(lambda: Own(plain), rows, lambda model, x: model(x))
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """A loss with a gradient penalty: the second backward pass would not be counted."""
+
+    def penalty(model: Any, x: Any) -> Any:
+        (gradient,) = torch.autograd.grad(model(x).sum(), model.one.weight, create_graph=True)
+        return gradient.pow(2).sum()
+
+    with pytest.raises(OptionError, match="gradients"):
+        trace(lambda: Own(plain), rows, penalty)
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda: torch.randn(0, WIDTH), lambda: torch.eye(WIDTH).to_sparse()]
+)
+def test_a_batch_without_elements_or_places_is_refused(batch: Any) -> None:
+    """No samples, and tensors that are not plain."""
+    with pytest.raises(OptionError, match="batch"):
+        trace(lambda: Own(plain), batch)
+
+
 # --- files ---------------------------------------------------------------------------------------
 
 FILE = """
@@ -374,10 +394,11 @@ def test_a_file_gives_build_and_batch(tmp_path: Path) -> None:
         (FILE, "other"),
         ("import torch\nraise ValueError('no')", "build"),
         ("def build(:", "build"),
+        ("import sys\nsys.exit(3)", "build"),
     ],
 )
 def test_a_file_that_lacks_something_is_refused(tmp_path: Path, text: str, named: str) -> None:
-    """A missing function, an error and a mistake of syntax are one line each."""
+    """A missing function, an error, a mistake of syntax and an end are one line each."""
     path = tmp_path / "lacking_model.py"
     path.write_text(text)
     with pytest.raises(OptionError):
