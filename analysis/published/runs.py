@@ -1,7 +1,9 @@
 """Published training runs: their configuration, the rows of `papers/*/runs.csv`, their one reader.
 
 A paper with runs has a table `[runs]` in its `paper.toml`: `file` names the rows, `read_off` says
-that numbers were read off a chart, and `note` what the source does not state.
+that numbers were read off a chart, `site` is the key of another paper whose machine the runs used,
+and `note` says what the source does not state. Models and clusters are names of the catalog, or
+files beside the rows.
 """
 
 import csv
@@ -9,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -164,6 +167,13 @@ def _overrides(text: str | Mapping[str, str]) -> Mapping[str, str]:
     return changes
 
 
+def _date(text: str) -> date | None:
+    try:
+        return date.fromisoformat(text) if text else None
+    except ValueError:
+        raise ValueError("must be a day such as 2026-11-30") from None
+
+
 def _recomputation(text: str) -> str:
     return text if text == "auto" else recomputed(text)
 
@@ -175,6 +185,7 @@ def _parts(text: str) -> tuple[str, ...]:
 Count: TypeAlias = Annotated[int, BeforeValidator(whole)]
 Published: TypeAlias = Annotated[float | None, BeforeValidator(_positive)]
 """A published number; None where the field is empty."""
+Added: TypeAlias = Annotated[date | None, BeforeValidator(_date)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 Truth: TypeAlias = Annotated[bool, BeforeValidator(_truth)]
 Overrides: TypeAlias = Annotated[Mapping[str, str], BeforeValidator(_overrides)]
@@ -189,6 +200,7 @@ class RunsTable(BaseModel):
 
     file: Name
     read_off: bool = False
+    site: str = ""
     note: str = ""
 
 
@@ -300,13 +312,16 @@ class TrainingRun(RunSetup):
     published, or the time of a step (`iteration_ms`). `memory_gib` is the published peak: of the
     allocated or reserved memory by PyTorch's counters, or the total by nvidia-smi (`memory_kind`).
     `needs` names what cannot be expressed yet, and `headline` says whether the run counts in
-    figures of errors. A run with a `use` is one of the cells of `co2analysis validate`. `read_off`
+    figures of errors. `added` is the day when it came, None for those of before December 2026: runs
+    that came after the last fit are a test of it. `site` is whose machine it used. A run with a `use` is one of the cells of `co2analysis validate`. `read_off`
     says that its numbers were read off a chart.
     """
 
     paper: Name
+    site: Name
     read_off: bool
     id: Count
+    added: Added = None
     stack: Name
     iteration_ms: Published = None
     tokens_per_s_per_gpu: Published = None
@@ -385,7 +400,8 @@ def _of_paper(path: Path) -> list[TrainingRun]:
     except ValidationError as error:
         problem = first_problem(error, lambda _: RunsTable.model_fields)
         raise CatalogError(f"{path}: [runs]: {problem}") from error
-    of_all = {"paper": path.parent.name, "read_off": table.read_off}
+    key = path.parent.name
+    of_all = {"paper": key, "site": table.site or key, "read_off": table.read_off}
     rows = file_beside(path, "[runs] file", table.file)
     return _runs(rows, of_all, str(about.get("url", "")))
 
@@ -402,7 +418,9 @@ def _runs(path: Path, of_all: Mapping[str, Any], url: str) -> list[TrainingRun]:
     runs: dict[int, TrainingRun] = {}
     for line, row in csv_rows(path)[1]:
         try:
-            run = TrainingRun.model_validate({**row, **of_all, "url": row.get("url") or url})
+            named = {name: _beside(path, row[name]) for name in ("model", "cluster") if name in row}
+            more = {**named, **of_all, "url": row.get("url") or url}
+            run = TrainingRun.model_validate({**row, **more})
         except ValidationError as error:
             problem = first_problem(error, lambda _: TrainingRun.model_fields)
             raise CatalogError(f"{path}, line {line}: {problem}") from error
@@ -412,6 +430,11 @@ def _runs(path: Path, of_all: Mapping[str, Any], url: str) -> list[TrainingRun]:
     if not runs:
         raise CatalogError(f"{path}: no rows")
     return [*runs.values()]
+
+
+def _beside(rows: Path, name: str) -> str:
+    """A model or a cluster: a name of the catalog, or a file beside the rows."""
+    return str(file_beside(rows, "a file", name)) if name.endswith(".toml") else name
 
 
 def csv_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
