@@ -11,7 +11,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Check what co2sim predicts: beside measured runs (compare, lab, gpu), beside published"
-        " results (validate, runs, figures, calibrate, goodput, whole), and by theory (bound, tau,"
+        " results (validate, runs, figures, goodput, whole), and by theory (bound, tau,"
         " trends, verify)."
     ),
 )
@@ -31,7 +31,6 @@ app.command("gpu")(measured.gpu)
 app.command("validate")(published.validate_command)
 app.command("runs")(published.runs)
 app.command("figures")(published.figures)
-app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(published.goodput)
 app.command("whole")(published.whole)
 app.command("bound")(convergence.bound)

@@ -1,4 +1,4 @@
-"""The commands `co2analysis validate`, `calibrate`, `figures`, `runs`, `goodput` and `whole`."""
+"""The commands `co2analysis validate`, `figures`, `runs`, `goodput` and `whole`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,26 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.published.parameters import GROUPS
 from analysis.published.runs import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from co2sim.cli import options
 from co2sim.common.cli import command_line, print_json
-from co2sim.common.errors import OptionError, nearest
+from co2sim.common.errors import Co2simError, OptionError, nearest
 from co2sim.common.files import check_writable, write_atomically
 from co2sim.common.progress import progress_bar
 from co2sim.report.bundle import check
 
 if TYPE_CHECKING:
-    from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
     from analysis.published.goodput import Compared
     from analysis.published.paper_figures import PaperFigure
     from analysis.published.predict import CellPrediction
     from analysis.published.report import ValidationReport
+    from analysis.published.run_errors import Left
     from analysis.published.runs import TrainingRun
     from co2sim.prediction.intervals import MemoryErrors
     from co2sim.prediction.published import Use
-    from co2sim.prediction.result import Result
 
 Papers = Annotated[
     Path,
@@ -46,7 +44,7 @@ Data = Annotated[
 ]
 
 
-def validate_command(  # noqa: PLR0917 - one argument per option
+def validate_command(
     data: Data = None,
     cells: Annotated[
         list[Path] | None,
@@ -61,18 +59,16 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     figures: Annotated[
         Path | None, typer.Option(help="Folder for figures of predicted and published values.")
     ] = None,
-    brief: Annotated[  # noqa: FBT002
-        bool, typer.Option("--brief", help="Errors only: no analysis, no ablations.")
-    ] = False,
     report: options.Report = None,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
-    """Predict published results: signed errors, fitted constants, ablations, figures.
+    """Predict published results: signed errors, intervals, figures.
 
     A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
     """
     from analysis.published import predict, tables  # noqa: PLC0415 - numpy, pydantic
-    from analysis.published import report as reports  # noqa: PLC0415 - as above
+    from analysis.published.cells import unpredicted  # noqa: PLC0415 - as above
+    from analysis.published.report import ValidationReport, render  # noqa: PLC0415 - as above
 
     check("--report", report)
     for folder in filter(None, (markdown and markdown.parent, figures)):
@@ -94,12 +90,8 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         files |= {figures / name: content for name, content in draw(rows, papers_).items()}
     text = ""
     if markdown is not None or report is not None or not json_:
-        if brief or cells:
-            document = reports.brief_report(rows, None if cells else papers_)
-        else:
-            with progress_bar("analysing the errors", after=1.0) as progress:
-                document = reports.full_report(rows, every, papers_, progress)
-        text = reports.render(document)
+        document = ValidationReport(rows=rows, unpredicted=() if cells else unpredicted(papers_))
+        text = render(document)
     if markdown is not None:
         files[markdown] = text.encode()
     numbers = [row.to_dict() for row in rows] if json_ or report is not None else []
@@ -153,48 +145,6 @@ def _missing(every: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) ->
             yield note
         elif any(cell.source == key for cell in chosen):
             yield f"{note}, so rows that were fitted on count as check"
-
-
-def calibrate_command(
-    data: Data = None,
-    papers_: Papers = PAPERS,
-    group: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Only this group: {', '.join(GROUPS)}. Repeatable."),
-    ] = None,
-    write: Annotated[  # noqa: FBT002
-        bool, typer.Option("--write", help="Write the constants into the catalog.")
-    ] = False,
-) -> None:
-    """Fit the physical constants on the cells marked fit, with cross-validation."""
-    from analysis.published import catalog_writer  # noqa: PLC0415 - numpy, pydantic
-    from analysis.published.calibrate import fit_all  # noqa: PLC0415
-    from analysis.published.tables import known_cells  # noqa: PLC0415
-
-    unknown = [name for name in group or () if name not in GROUPS]
-    if unknown:
-        raise OptionError(f"--group {unknown[0]}: it is one of {', '.join(GROUPS)}")
-    fits = fit_all(known_cells(papers_, data), tuple(group or GROUPS))
-    for fitted in fits:
-        _print_fit(fitted)
-    if write:
-        files = catalog_writer.catalog_files(fits)
-        files |= dict([catalog_writer.record_file(fits)])
-        write_atomically(files)
-        for path in files:
-            typer.echo(f"written {path}")
-
-
-def _print_fit(fitted: "Fit") -> None:
-    from analysis.published.report import at_bound  # noqa: PLC0415 - as above
-
-    typer.echo(f"{fitted.group}: {fitted.cells} cells, MAPE {fitted.mape:.2%}")
-    if fitted.cross_validated is not None:
-        typer.echo(f"  cross-validated: {fitted.cross_validated:.2%}")
-    for label, error in fitted.by_label.items():
-        typer.echo(f"  with one value of {label} left out: {error:.2%}")
-    for constant in GROUPS[fitted.group].constants:
-        typer.echo(f"  {constant.name}: {at_bound(constant, fitted.values[constant.name])}")
 
 
 _FORMATS = "pdf,svg,png"
@@ -301,7 +251,7 @@ _Ratios = Annotated[
 ]
 
 
-def runs(  # noqa: PLR0913, PLR0917 - one argument per option
+def runs(  # noqa: PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
     fit: Annotated[  # noqa: FBT002
@@ -322,14 +272,6 @@ def runs(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = False,
     memory: _Memory = False,  # noqa: FBT002
-    unfitted: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--unfitted",
-            help="Predict the runs that enter no fit: in fp8 or below, of experts, or with"
-            " context parallelism.",
-        ),
-    ] = False,
     ratios: _Ratios = False,  # noqa: FBT002
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
@@ -341,11 +283,11 @@ def runs(  # noqa: PLR0913, PLR0917 - one argument per option
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    if fit + evidence + own + memory + unfitted + ratios > 1:
-        modes = "--fit, --evidence, --own, --memory, --unfitted and --ratios"
+    if fit + evidence + own + memory + ratios > 1:
+        modes = "--fit, --evidence, --own, --memory and --ratios"
         raise OptionError(f"give one of {modes}")
     every = training_runs(papers)
-    kind = "memory_kind" if memory else "unfitted" if unfitted else "headline"
+    kind = "memory_kind" if memory else "is_counted"
     chosen = _of_sources([run for run in every if getattr(run, kind)], source)
     if fit:
         _fit_runs(every, papers, jobs)
@@ -358,12 +300,11 @@ def runs(  # noqa: PLR0913, PLR0917 - one argument per option
     elif ratios:
         _print_ratios(chosen, papers, jobs, as_json=json_)
     else:
-        rows = _predicted_runs(chosen, papers, jobs, of_series=own)
+        rows, predicted = _predicted_runs(chosen, papers, jobs, of_series=own)
         if json_:
-            print(json.dumps([_plain_run(*row) for row in rows], indent=2))
+            print(json.dumps([*map(_plain_run, rows, predicted)], indent=2))
         else:
-            title = "errors of throughput, each source left out of the fit"
-            _print_errors(title, [row for _, row, _ in rows], intervals=True)
+            _print_runs(rows, predicted)
 
 
 def _of_sources(
@@ -379,51 +320,47 @@ def _of_sources(
 
 def _predicted_runs(
     chosen: Sequence["TrainingRun"], papers: Path, jobs: int, *, of_series: bool
-) -> list[tuple["TrainingRun", "CellPrediction", "Result"]]:
-    """Runs beside predictions without their source; of sources in no fit, by all of it.
+) -> tuple[list["Left"], list["CellPrediction"]]:
+    """Runs beside predictions without their site.
 
     With `of_series` they are the larger runs of each series. Raises OptionError where there are
     none.
     """
-    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
-    from analysis.published.run_errors import compared, further_runs  # noqa: PLC0415 - scipy
+    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    record = stack_fit.record(papers)
-    apart = None
+    record, measured = stack_fit.record(papers), []
+    every = [run for run in training_runs(papers) if run.is_counted]
     if of_series:
-        further = further_runs(chosen, record.left_out, jobs)
+        further = run_errors.further_runs(chosen, record.left_out, jobs)
         if not further:
             raise OptionError("no series in these sources has runs on more than one number of GPUs")
-        chosen, results, apart = (
-            [getattr(run, name) for run in further] for name in ("run", "result", "apart")
-        )
+        chosen, results = ([getattr(run, name) for run in further] for name in ("run", "result"))
+        measured = [[run.start] for run in further]
     else:
-        values = [record.left_out.get(run.paper, record.values) for run in chosen]
+        values = [record.left_out[run.site] for run in chosen]
         results = stack_fit.predictions(chosen, values, jobs, "predicting runs")
-    rows = compared(chosen, results, papers, apart)
-    return list(zip(chosen, rows, results, strict=True))
+    rows = run_errors.left(chosen, results, every)
+    return rows, run_errors.compared(rows, papers, measured)
 
 
 def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     """Fit again, and write what the catalog and `papers` say of it."""
     from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
 
-    runs_of_fit = [run for run in every if run.headline]
+    counted = [run for run in every if run.is_counted]
     path = papers / stack_fit.RECORD
-    start = stack_fit.record(papers).values if path.is_file() else None
-    fitted = stack_fit.fit(runs_of_fit, start, iterations=2, jobs=jobs)
-    values = [fitted.left_out[run.paper] for run in runs_of_fit]
-    results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
-    further = run_errors.further_runs(runs_of_fit, fitted.left_out, jobs)
-    errors = run_errors.errors_of(runs_of_fit, results, further)
-    errors = replace(errors, memory=_memory_errors(every, jobs))
+    start = stack_fit.record(papers).values if path.is_file() else {}
+    fitted = stack_fit.fit(counted, start, iterations=2, jobs=jobs)
+    values = [fitted.left_out[run.site] for run in counted]
+    results = stack_fit.predictions(counted, values, jobs, "predicting runs")
+    rows = run_errors.left(counted, results)
+    errors = replace(run_errors.errors_of(rows), memory=_memory_errors(every, jobs))
     files = run_errors.catalog_files(fitted.values) | dict(
         [
             run_errors.errors_file(errors),
-            run_errors.evidence_file(runs_of_fit, results),
-            run_errors.models_file(
-                run_errors.models_without(runs_of_fit, results, further), papers
-            ),
+            run_errors.evidence_file(counted, results),
+            run_errors.models_file(run_errors.models_without(rows), papers),
         ]
     )
     write_atomically({path: stack_fit.written(fitted).encode()} | files)
@@ -432,15 +369,16 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
 def _evidence(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> dict[Path, bytes]:
     """What the catalog says of published runs that needs no fit, by the one that is recorded."""
     from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
-    from co2sim.prediction.intervals import error_model  # noqa: PLC0415 - 0.1 s
 
     left_out = stack_fit.record(papers).left_out
-    runs_of_fit = [run for run in every if run.headline]
-    values = [left_out[run.paper] for run in runs_of_fit]
-    results = stack_fit.predictions(runs_of_fit, values, jobs, "predicting runs")
-    errors = replace(error_model(), memory=_memory_errors(every, jobs))
-    evidence = run_errors.evidence_file(runs_of_fit, results)
-    return dict([run_errors.errors_file(errors), evidence])
+    counted = [run for run in every if run.is_counted]
+    values = [left_out[run.site] for run in counted]
+    results = stack_fit.predictions(counted, values, jobs, "predicting runs")
+    rows = run_errors.left(counted, results)
+    errors = replace(run_errors.errors_of(rows), memory=_memory_errors(every, jobs))
+    models = run_errors.models_file(run_errors.models_without(rows), papers)
+    evidence = run_errors.evidence_file(counted, results)
+    return dict([run_errors.errors_file(errors), evidence, models])
 
 
 def _memory_errors(every: Sequence["TrainingRun"], jobs: int) -> "MemoryErrors":
@@ -485,7 +423,7 @@ def _print_ratios(
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
     left_out = stack_fit.record(papers).left_out
-    values = [left_out[run.paper] for run in chosen]
+    values = [left_out[run.site] for run in chosen]
     pairs = compared_scalings(
         chosen, stack_fit.predictions(chosen, values, jobs, "predicting runs"), papers
     )
@@ -511,7 +449,8 @@ def _print_ratios(
     print_table(console(), title, columns, lines)
 
 
-def _plain_run(run: "TrainingRun", row: "CellPrediction", result: "Result") -> dict[str, Any]:
+def _plain_run(left: "Left", row: "CellPrediction") -> dict[str, Any]:
+    run = left.run
     names = "stack", "model", "gpus", "strategy", "precision", "ep", "cp"
     return {
         "source": row.cell.source,
@@ -522,33 +461,56 @@ def _plain_run(run: "TrainingRun", row: "CellPrediction", result: "Result") -> d
         "error": row.error,
         "low": row.low,
         "high": row.high,
-        "fits_in_memory": result.fits_in_memory,
+        "fits_in_memory": left.result.fits_in_memory,
     }
 
 
-def _print_errors(title: str, rows: Sequence["CellPrediction"], *, intervals: bool = False) -> None:
-    """Errors by source, and of all."""
-    from analysis.published.predict import ErrorSummary, summarized  # noqa: PLC0415 - scipy
+def _print_runs(rows: Sequence["Left"], predicted: Sequence["CellPrediction"]) -> None:
+    """Errors by source and by kind, beside baselines; fails where one of these is better."""
+    from analysis.published import run_errors  # noqa: PLC0415 - scipy
+
+    simple = run_errors.baselines(rows)
+    beside = [
+        [
+            replace(row, predicted=getattr(rule, name))
+            for row, rule in zip(predicted, simple, strict=True)
+        ]
+        for name in ("half", "single")
+    ]
+    kinds = [run_errors.kind_of_run(row) for row in rows]
+    _print_errors("errors of throughput, each source left out of the fit", predicted, beside)
+    _print_errors("the same by kind", predicted, beside, kinds)
+    if worse := run_errors.beaten(rows, simple):
+        raise Co2simError(f"a baseline has smaller errors on {', '.join(worse)}")
+
+
+def _print_errors(
+    title: str,
+    rows: Sequence["CellPrediction"],
+    beside: Sequence[Sequence["CellPrediction"]] = (),
+    groups: Sequence[str] = (),
+) -> None:
+    """Errors by source, or by `groups`, and of all; `beside` are those of two baselines."""
+    from analysis.published.predict import ErrorSummary  # noqa: PLC0415 - scipy
     from co2sim.common.tables import console, print_table  # noqa: PLC0415 - rich
 
-    def source(row: "CellPrediction") -> list[str]:
-        run = row.cell.setup
-        kind = ", experts" if run.ep > 1 else ", context" if run.cp > 1 else ""
-        return [f"{row.cell.source}{kind if intervals else ''}"]
-
-    errors = summarized(rows, source)
-    if len(errors) > 1:
-        errors["all"] = ErrorSummary.of(rows)
-    columns = ["source", "runs", "mean error", "median error", "bias", "worst"]
-    columns += ["in 90 % interval", "high / low"] if intervals else []
-    lines = [
-        (
-            *(name, str(of.cells), f"{of.mape:.1%}", f"{of.median:.1%}"),
-            *(f"{of.median_bias:+.1%}", f"{of.worst.error:+.1%}"),
-            *((f"{of.inside:.0%}", f"{of.width:.2f}") if intervals else ()),
+    keys = groups or [row.cell.source for row in rows]
+    names = list(dict.fromkeys(keys))
+    columns = ["kind" if groups else "source", "runs", "mean error", "median error", "bias"]
+    columns += ["worst"]
+    columns += ["in 90 % interval", "high / low", "half of peak", "one MFU"] if beside else []
+    lines = []
+    for name in [*names, *(["all"] if len(names) > 1 else [])]:
+        chosen = [index for index, key in enumerate(keys) if name in {key, "all"}]
+        of, *others = (ErrorSummary.of([some[i] for i in chosen]) for some in (rows, *beside))
+        lines.append(
+            (
+                *(name, str(of.cells), f"{of.mape:.1%}", f"{of.median:.1%}"),
+                *(f"{of.median_bias:+.1%}", f"{of.worst.error:+.1%}"),
+                *((f"{of.inside:.0%}", f"{of.width:.2f}") if beside else ()),
+                *(f"{other.mape:.1%}" for other in others),
+            )
         )
-        for name, of in errors.items()
-    ]
     print_table(console(), title, columns, lines)
 
 

@@ -1,19 +1,16 @@
-"""Published numbers (cells): of a run, or ratios of pairs of runs; how they are read and changed.
+"""Published numbers (cells): of a run, or ratios of pairs of runs; how they are read.
 
 Most stand in `papers/*/results.toml`, times of steps in `papers/*/runs.csv`. Tables in other forms
 are read by `tables`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from analysis.published.parameters import GROUPS
 from analysis.published.runs import PAPERS, Paper, RunSetup, TrainingRun, papers, training_runs
-from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
-from co2sim.prediction.calibrations import figures_of
-from co2sim.prediction.intervals import RunKind, kind_of
+from co2sim.common.errors import CatalogError, Co2simError, OptionError
 from co2sim.prediction.published import (
     AnyCell,
     QualityCell,
@@ -23,8 +20,7 @@ from co2sim.prediction.published import (
     VolumeCell,
     read_cells,
 )
-from co2sim.strategies import STRATEGIES, with_options
-from co2sim.strategies.step import title
+from co2sim.strategies import STRATEGIES
 from co2sim.training.workload import Workload
 
 RunQuantity: TypeAlias = Literal["iteration_ms", "tokens_per_s_per_gpu", "memory_gib"]
@@ -36,16 +32,14 @@ class Cell:
     """One published number: a quantity of a run, or with `over` the ratio of pairs of runs.
 
     Of several ratios the largest or the smallest counts (`pick`); throughputs of a ratio are per
-    GPU. `part` is what some collectives make up of a volume. `group` names the constants that it
-    depends on, and is empty where none were fitted. `rounding` is the step of the printed number.
-    `labels` tell cells of a group apart, such as their micro-batch. `where` is the place in the
-    source, such as a figure; it is empty for rows of tables.
+    GPU. `part` is what some collectives make up of a volume. `rounding` is the step of the printed
+    number. `labels` tell cells of a source apart, such as their micro-batch. `where` is the place
+    in the source, such as a figure; it is empty for rows of tables.
     """
 
     source: str
     name: str
     strategy: str
-    group: str
     published: float
     use: Use
     quantity: Quantity
@@ -68,18 +62,6 @@ class Cell:
         return *self.runs, *self.over
 
 
-def run_kind(run: RunSetup) -> RunKind | None:
-    """The kind of a run; see `co2sim.kinds`. Runs with tensor or pipeline parallelism have none."""
-    if run.tp * run.pp > 1:
-        return None
-    return kind_of(run.used_cluster(), run.parsed(), run.trained())
-
-
-def run_figures(run: RunSetup) -> dict[str, float]:
-    """Where a run lies; see `co2sim.near`."""
-    return figures_of(run.used_cluster(), run.trained(), run.precision)
-
-
 def check_runs(cell: Cell) -> None:
     """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
 
@@ -88,63 +70,6 @@ def check_runs(cell: Cell) -> None:
     for run in cell.setups:
         run.used_cluster()
         Workload(run.trained(), run.micro_batch, run.accumulation)
-
-
-# --- changes -------------------------------------------------------------------------------------
-
-
-def changed(cell: Cell, change: Callable[[RunSetup], RunSetup]) -> Cell:
-    """The cell with all its configurations changed."""
-    return replace(cell, runs=tuple(map(change, cell.runs)), over=tuple(map(change, cell.over)))
-
-
-def with_override(cell: Cell, path: str, text: str) -> Cell:
-    """The cell with one number of its clusters or models changed."""
-    return changed(cell, lambda run: run.changed(overrides={**run.overrides, path: text}))
-
-
-def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
-    """The cell with other values of constants of its group, by their names."""
-
-    def change(run: RunSetup) -> RunSetup:
-        mine = GROUPS[cell.group].on(run.cluster)
-        return _replaced(
-            run,
-            {constant.path: values[constant.name] for constant in mine if constant.name in values},
-        )
-
-    return changed(cell, change)
-
-
-def with_values(cell: Cell, values: Mapping[str, float]) -> Cell:
-    """The cell with other numbers of its clusters, by their paths, in SI units."""
-    return changed(cell, lambda run: _replaced(run, values))
-
-
-def _replaced(run: RunSetup, values: Mapping[str, float]) -> RunSetup:
-    return run.changed(constants=tuple({**dict(run.constants), **values}.items()))
-
-
-def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:
-    """The cell with other options, as texts, wherever it runs the strategy of that name.
-
-    Raises OptionError for an unknown strategy or option, and where nothing would change because a
-    strategy has these options already.
-    """
-    if strategy not in STRATEGIES:
-        raise OptionError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
-
-    def change(run: RunSetup) -> RunSetup:
-        before = run.parsed()
-        if before.name != strategy:
-            return run
-        after = with_options(before, options)
-        if after == before:
-            shown = ", ".join(f"{name}={text}" for name, text in options.items())
-            raise OptionError(f"{cell.name}: {shown} changes nothing in {title(before)}")
-        return run.changed(strategy=title(after))
-
-    return changed(cell, change)
 
 
 # --- the cells of `papers/` ----------------------------------------------------------------------
@@ -246,7 +171,6 @@ def cell_of(paper: Paper, row: RunCell) -> Cell:
         source=f"{paper.key}-volume" if volume else paper.key,
         name=_name(paper, row),
         strategy=strategy,
-        group="" if volume else group_of(paper, runs[0]),
         published=row.value,
         use=row.use,
         quantity=row.quantity,
@@ -311,14 +235,6 @@ def run_of(paper: Paper, row: RunCell, model: str, tokens: int) -> RunSetup:
     return run
 
 
-def group_of(paper: Paper, run: RunSetup) -> str:
-    """The group of constants that were fitted to such runs; empty where none were."""
-    if run.model != (paper.simulation.model or run.model):
-        return ""
-    mine = (g for g in GROUPS.values() if g.source == paper.key and run.cluster in g.clusters)
-    return next((group.name for group in mine), "")
-
-
 def cell_of_run(run: TrainingRun, quantity: RunQuantity) -> Cell:
     """A number of `runs.csv`, which must be there."""
     published = getattr(run, quantity)
@@ -331,7 +247,6 @@ def cell_of_run(run: TrainingRun, quantity: RunQuantity) -> Cell:
         source=run.paper,
         name=", ".join([run.note, f"{run.gpus} GPUs", *parts]),
         strategy=run.parsed().name,
-        group="",
         published=published,
         use=run.use or "check",
         quantity=quantity,

@@ -40,15 +40,16 @@ from analysis.published.figure_style import (
     signs,
     star,
 )
-from analysis.published.parameters import GROUPS
 from analysis.published.predict import CellPrediction, ErrorSummary, validate
-from analysis.published.sensitivity import GROUP
 from analysis.published.tables import FsdpRow, IterationRow
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.progress import Done
 from co2sim.prediction.published import QualityCell, Use
 
 _GBITS_A_LINK = 100
+
+_TABLE_3 = "a100-tcp80-calibrated"
+"""The cluster of CO2's Table 3."""
 
 _FEWEST = 2.4
 """Bars that a panel is at least as wide as."""
@@ -193,7 +194,7 @@ def _series(row: CellPrediction) -> Series:
 def _name(series: Series) -> str:
     """The strategy; clusters of the catalog other than the one of Table 3 are named, too."""
     strategy, cluster, _ = series
-    return shown(strategy) if cluster in GROUPS[GROUP].clusters else f"{shown(strategy)}, {cluster}"
+    return shown(strategy) if cluster == _TABLE_3 else f"{shown(strategy)}, {cluster}"
 
 
 def _ratio_bars(axis: Axes, rows: Sequence[CellPrediction], look: Mapping[Series, Look]) -> None:

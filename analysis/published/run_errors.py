@@ -22,34 +22,37 @@ from analysis.published.stack_fit import (
     SHARED,
     Shared,
     Values,
+    generation,
     log_errors,
     overrides,
     predictions,
+    setting_in,
     toml_record,
 )
 from co2sim.catalog import load_stack, names
 from co2sim.common import files
+from co2sim.common.errors import OptionError
 from co2sim.prediction.evidence import EVIDENCE, PublishedRun
 from co2sim.prediction.intervals import (
     ERRORS,
-    DistanceErrors,
+    KIND_WORDS,
     ErrorModel,
+    KindErrors,
     MemoryErrors,
     ScalingErrors,
-    Situation,
     SourceErrors,
     StackMemory,
-    between,
     distance,
     error_model,
+    parts_of,
     read_error_model,
-    setting_of,
 )
 from co2sim.prediction.likeness import traits_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.studies.calibration import calibrate, moved
 from co2sim.studies.measured_runs import MeasuredRun
+from co2sim.training.framework import recomputation
 from co2sim.training.memory import GIB, reserved
 from co2sim.training.stack import Setting
 
@@ -61,6 +64,8 @@ _FREEDOM = 5.0
 """Degrees of freedom of Student's t: a few runs are far off."""
 _LEAST = 0.03
 """Of the deviation that any run has: published numbers are no surer."""
+_USUAL, _PULL = 0.1, 0.1
+"""Of a deviation of which runs say nothing, and what a logarithm weighs that differs from it."""
 _LEAST_OF_RATIO = 0.01
 """The same of ratios within a source: utilizations are published with two digits."""
 _CATALOG = resources.files("co2sim.catalog")
@@ -83,12 +88,14 @@ _OF_STACKS = {
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """A run whose `result` was predicted by the stack that `start` calibrated, so far `apart`."""
+    """A run whose `result` was predicted by the stack that a run of the site calibrated.
+
+    That was like `start`.
+    """
 
     run: TrainingRun
-    start: TrainingRun
+    start: Setting
     result: Result
-    apart: float
 
 
 def series(runs: Iterable[TrainingRun]) -> list[list[TrainingRun]]:
@@ -110,7 +117,7 @@ def further_runs(
     `left_out` are the fitted values without each source.
     """
     by_series = Parallel(n_jobs=jobs)(
-        delayed(_further)(some, left_out[some[0].paper]) for some in series(runs)
+        delayed(_further)(some, left_out[some[0].site]) for some in series(runs)
     )
     return [further for some in by_series for further in some]
 
@@ -120,14 +127,17 @@ def _further(some: Sequence[TrainingRun], values: Values) -> list[Further]:
     assert start.tokens_per_s_per_gpu is not None  # of headline runs
     case = _case(start, values)
     measured = MeasuredRun(f"{start.paper} {start.id}", case, start.tokens_per_s_per_gpu)
-    calibrated = calibrate([measured], progress=False)
-    here = _setting(case, calibrated.last[0])
+    try:
+        calibrated = calibrate([measured], progress=False)
+    except OptionError:  # of long attention no number of a stack changes the speed
+        return []
+    here = setting_in(case, calibrated.last[0])
     made = []
     for run in some:
         if run.gpus > start.gpus:
             case = moved(_case(run, values), calibrated.values)
             result = _result(case)
-            made.append(Further(run, start, result, distance(here, _setting(case, result))))
+            made.append(Further(run, here, result))
     return made
 
 
@@ -144,11 +154,6 @@ def _case(run: TrainingRun, values: Values) -> Question:
 def _result(case: Question) -> Result:
     (result,) = simulated([case], 1, "predicting a run", progress=False)
     return result
-
-
-def _setting(case: Question, result: Result) -> Setting:
-    cluster, model = case.load()
-    return setting_of(cluster.value, model.value, result, case.job().kernels)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -298,54 +303,108 @@ def weights(sources: Sequence[str]) -> NDArray[np.float64]:
     return np.array([sources.count(source) ** -0.5 for source in sources])
 
 
-def errors_of(
-    runs: Sequence[TrainingRun], results: Sequence[Result], further: Sequence[Further] = ()
-) -> ErrorModel:
-    """The model of the errors of results that were predicted without their source.
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A run beside a prediction that does not know its site: what it is like, and log errors."""
 
-    `further` are runs that were predicted from another of their series.
+    run: TrainingRun
+    result: Result
+    setting: Setting
+    error: float
+
+
+def left(
+    runs: Sequence[TrainingRun], results: Sequence[Result], every: Sequence[TrainingRun] = ()
+) -> list[Left]:
+    """Runs with results without their site.
+
+    Of a GPU that no other site of `every` run (empty: of these) has nothing is known.
     """
-    parts = [Situation.of(result).parts for result in results]
-    weight = weights([run.paper for run in runs])
-    deviations, factor = likeliest(parts, log_errors(runs, results), weight)
-    of_series = own_errors(further) if further else None
-    return ErrorModel(
-        deviations,
-        factor,
-        tuple(_sources(runs, results)),
-        own=of_series,
-        pairs=pair_errors(runs, results),
+    sites: dict[str, set[str]] = {}
+    for run in every or runs:
+        sites.setdefault(generation(run), set()).add(run.site)
+    rows = []
+    for run, result, error in zip(runs, results, log_errors(runs, results), strict=True):
+        setting = setting_in(run.case(), result)
+        strange = sites[setting.gpu] == {run.site} if setting.gpu in sites else True
+        rows.append(Left(run, result, replace(setting, strange=strange), float(error)))
+    return rows
+
+
+def errors_of(rows: Sequence[Left]) -> ErrorModel:
+    """The model of the errors of results that were predicted without their site."""
+    runs, results = [row.run for row in rows], [row.result for row in rows]
+    return replace(
+        likeliest(rows),
+        sources=tuple(_sources(runs, results)),
+        kinds=dict(_kinds(rows)),
         scaling=scaling_errors(runs, results),
     )
 
 
-def own_errors(further: Sequence[Further]) -> DistanceErrors:
-    """How errors grow with the distance, by the same likelihood."""
-    runs = [each.run for each in further]
-    errors = log_errors(runs, [each.result for each in further])
-    parts = [{"any": 1.0, "apart": each.apart} for each in further]
-    deviations, factor = likeliest(parts, errors, weights([run.paper for run in runs]))
-    return DistanceErrors(**deviations, factor=factor, runs=len(further))
+def _kinds(rows: Sequence[Left]) -> Iterator[tuple[str, KindErrors]]:
+    for name in KIND_WORDS:
+        some = [row for row in rows if parts_of(row.setting)[name]]
+        if some:
+            mean = math.fsum(abs(math.expm1(row.error)) for row in some) / len(some)
+            sites = len({row.run.site for row in some})
+            yield name, KindErrors(runs=len(some), sites=sites, mean=round(mean, 4))
 
 
-def pair_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> DistanceErrors | None:
-    """Errors of ratios of two runs of a source, with one model, stack and cluster.
+def likeliest(rows: Sequence[Left]) -> ErrorModel:
+    """The deviations that make the errors of all sites most likely, and how far intervals reach.
 
-    None where there is no such pair. All pairs of a source together weigh as the root of its runs.
+    Errors of a site are of a multivariate t distribution with the covariance of the model. An
+    interval reaches as far as nine tenths of the errors lie, in their own deviations.
     """
-    errors = log_errors(runs, results)
-    ratios: list[tuple[str, float, float]] = []
-    for (i, first), (j, second) in combinations(enumerate(runs), 2):
-        if _place(first) == _place(second):
-            apart = between(results[i], results[j])
-            ratios.append((first.paper, float(errors[i] - errors[j]), apart))
-    if not ratios:
-        return None
-    weight = _pair_weights(runs, [paper for paper, *_ in ratios])
-    parts = [{"any": 1.0, "apart": apart} for *_, apart in ratios]
-    errors = np.array([error for _, error, _ in ratios])
-    deviations, factor = likeliest(parts, errors, weight)
-    return DistanceErrors(**deviations, factor=factor, runs=len(ratios))
+    sites = [
+        _Site.of([row for row in rows if row.run.site == site])
+        for site in sorted({row.run.site for row in rows})
+    ]
+    names = list(parts_of(rows[0].setting))
+
+    def loss(logs: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        variances, off = np.exp(2 * logs), logs - math.log(_USUAL)
+        losses, slopes = zip(*(site.loss(variances) for site in sites), strict=True)
+        total = math.fsum(losses) + _PULL * float(off @ off)
+        return total, 2 * (np.sum(slopes, axis=0) * variances + _PULL * off)
+
+    start = np.full(len(names) + 2, math.log(_USUAL))
+    bounds = [(math.log(_LEAST), 0.0), (math.log(_LEAST), 0.0), *[(-5.0, 0.0)] * len(names)]
+    best = minimize(loss, start, jac=True, bounds=bounds)
+    own, near, *shared = (_rounded(float(value)) for value in np.exp(best.x))
+    model = ErrorModel(dict(zip(names, shared, strict=True)), near, own, 1.0)
+    scaled = np.array([abs(row.error) / model.reach(row.setting) for row in rows])
+    weight = weights([row.run.site for row in rows])
+    return replace(model, factor=_rounded(quantile(scaled, weight)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Errors of the runs of a site, with what their covariance is made of."""
+
+    errors: NDArray[np.float64]
+    matrices: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Left]) -> "_Site":
+        settings = [row.setting for row in rows]
+        apart = [[distance(here, there) for there in settings] for here in settings]
+        parts = np.array([[*parts_of(setting).values()] for setting in settings]).T
+        own, near = np.eye(len(rows)), np.exp(-np.array(apart))
+        shared = [np.outer(part, part) for part in parts]
+        return cls(np.array([row.error for row in rows]), np.array([own, near, *shared]))
+
+    def loss(self, variances: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        """Less the logarithm of its likelihood, and how it changes with each variance."""
+        covariance = np.tensordot(variances, self.matrices, 1)
+        inverse, count = np.linalg.inv(covariance), len(self.errors)
+        scaled = inverse @ self.errors
+        far, freedom = float(scaled @ self.errors), _FREEDOM + count
+        logs = np.linalg.slogdet(covariance).logabsdet
+        whole = (logs + freedom * math.log1p(far / _FREEDOM)) / 2
+        outer = freedom / (_FREEDOM + far) * np.outer(scaled, scaled)
+        return float(whole), np.tensordot(self.matrices, inverse - outer, 2) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +415,7 @@ class Scaling:
     """
 
     source: str
+    site: str
     nodes: int
     published: float
     predicted: float
@@ -383,7 +443,7 @@ def scalings(runs: Sequence[TrainingRun], results: Sequence[Result]) -> list[Sca
                 assert second.tokens_per_s_per_gpu
                 published = second.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
                 predicted = other.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu
-                pairs.append(Scaling(first.paper, other.nodes, published, predicted))
+                pairs.append(Scaling(first.paper, first.site, other.nodes, published, predicted))
     return pairs
 
 
@@ -402,7 +462,7 @@ def scaling_errors(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Sc
     errors = np.array([math.log(pair.predicted / pair.published) for pair in pairs])
     weight = _pair_weights(runs, [pair.source for pair in pairs])
     parts = [ScalingErrors.parts(pair.predicted, pair.nodes) for pair in pairs]
-    deviations, factor = likeliest(parts, errors, weight, least=_LEAST_OF_RATIO)
+    deviations, factor = _lossy(parts, errors, weight)
     return ScalingErrors(**deviations, factor=factor, runs=len(pairs))
 
 
@@ -413,7 +473,7 @@ def compared_scalings(
     models = recorded_models(folder)
     rows = []
     for pair in scalings(runs, results):
-        errors = (models.get(pair.source) or error_model()).scaling
+        errors = (models.get(pair.site) or error_model()).scaling
         assert errors  # of several sources
         low, high = errors.ends(pair.predicted, pair.nodes)
         rows.append(replace(pair, low=low, high=high))
@@ -431,16 +491,14 @@ def _place(run: TrainingRun) -> tuple[str, ...]:
     return run.paper, run.stack, run.model, run.cluster, gpu
 
 
-def likeliest(
+def _lossy(
     parts: Sequence[Mapping[str, float]],
     errors: NDArray[np.float64],
     weight: NDArray[np.float64],
-    least: float = _LEAST,
 ) -> tuple[dict[str, float], float]:
-    """Standard deviations of the parts of errors, and how many of all a 90 % interval reaches.
+    """Standard deviations of the parts of independent errors, and how far intervals reach.
 
-    Deviations maximize the likelihood of Student's t; the interval then reaches as far as nine
-    tenths of the errors lie, in their own deviations. The first deviation is at least `least`.
+    Deviations maximize the likelihood of Student's t; the first one is at least `_LEAST_OF_RATIO`.
     """
     keys = list(parts[0])
     sizes = np.array([[part[key] for key in keys] for part in parts])
@@ -455,7 +513,7 @@ def likeliest(
         return float(weight @ of_runs + 0.02 * np.sum((logs - math.log(_LEAST)) ** 2))
 
     start = np.full(len(keys), math.log(0.1))
-    bounds = [(math.log(least), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
+    bounds = [(math.log(_LEAST_OF_RATIO), 1.0), *[(-7.0, 1.0)] * (len(keys) - 1)]
     best = minimize(loss, start, bounds=bounds)
     factor = quantile(np.abs(errors) / deviations(best.x), weight)
     return dict(zip(keys, map(_rounded, np.exp(best.x)), strict=True)), _rounded(factor)
@@ -466,25 +524,19 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def models_without(
-    runs: Sequence[TrainingRun], results: Sequence[Result], further: Sequence[Further] = ()
-) -> dict[str, ErrorModel]:
-    """For each source the model of the errors of all others: its intervals do not know it."""
-    pairs = list(zip(runs, results, strict=True))
-    models: dict[str, ErrorModel] = {}
-    for source in sorted({run.paper for run in runs}):
-        others = [pair for pair in pairs if pair[0].paper != source]
-        of_others = [each for each in further if each.run.paper != source]
-        some, their = map(list, zip(*others, strict=True))
-        models[source] = errors_of(some, their, of_others)
-    return models
+def models_without(rows: Sequence[Left]) -> dict[str, ErrorModel]:
+    """For each site the model of the errors of all others: its intervals do not know it."""
+    return {
+        site: errors_of([row for row in rows if row.run.site != site])
+        for site in sorted({row.run.site for row in rows})
+    }
 
 
 def _entry(model: ErrorModel) -> dict[str, Any]:
     """A model of errors, as records have it."""
-    parts = {"own": model.own, "pairs": model.pairs, "scaling": model.scaling}
-    entry = {"interval_factor": model.factor, "deviations": dict(model.deviations)}
-    return entry | {name: asdict(errors) for name, errors in parts.items() if errors}
+    scaling = {"scaling": asdict(model.scaling)} if model.scaling else {}
+    numbers = {"factor": model.factor, "own": model.own, "near": model.near}
+    return numbers | {"shared": dict(model.shared)} | scaling
 
 
 def models_file(models: Mapping[str, ErrorModel], folder: Path = PAPERS) -> tuple[Path, bytes]:
@@ -509,25 +561,91 @@ def quantile(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
 
 
 def compared(
-    runs: Sequence[TrainingRun],
-    results: Sequence[Result],
+    rows: Sequence[Left],
     folder: Path = PAPERS,
-    apart: Sequence[float] | None = None,
+    measured: Sequence[Sequence[Setting]] = (),
 ) -> list[CellPrediction]:
-    """Speeds of runs beside their results; intervals are by the errors of all other sources.
+    """Speeds of runs beside their results; intervals are by the errors of all other sites.
 
-    `apart` is how far each is from a run that its stack was calibrated by.
+    `measured` are the runs that the stack of each was calibrated by.
     """
     models = recorded_models(folder)
-    rows = []
-    distances = apart or [math.inf] * len(runs)
-    for run, result, far in zip(runs, results, distances, strict=True):
-        model = models.get(run.paper) or error_model()
-        reach = model.reach(Situation.of(result, apart=far, experts=run.ep > 1))
-        speed = result.tokens_per_s_per_gpu
+    made = []
+    for row, known in zip(rows, measured or [()] * len(rows), strict=True):
+        model = models.get(row.run.site) or error_model()
+        reach = model.reach(row.setting, known)
+        speed = row.result.tokens_per_s_per_gpu
         ends = speed * math.exp(-reach), speed * math.exp(reach)
-        rows.append(CellPrediction(cell_of_run(run, "tokens_per_s_per_gpu"), speed, *ends))
-    return rows
+        made.append(CellPrediction(cell_of_run(row.run, "tokens_per_s_per_gpu"), speed, *ends))
+    return made
+
+
+# --- beside baselines ----------------------------------------------------------------------------
+
+_HALF = 0.5
+"""Of the peak: what a user may assume who asks no simulator."""
+
+DENSE = "dense, 16 bits"
+_ENOUGH = 10, 3
+"""Runs of a kind, and its sites, from which on a baseline must not be better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baselines:
+    """Throughput per GPU of a run by two rules that need no simulator.
+
+    `half` is half of the peak with recomputation counted, `single` the one share of the peak that
+    fits best to all other sites.
+    """
+
+    half: float
+    single: float
+
+
+def baselines(rows: Sequence[Left]) -> list[Baselines]:
+    """Those of each row, by all others."""
+    shares_of_peak = np.array([row.result.mfu * math.exp(-row.error) for row in rows])
+    sites = [row.run.site for row in rows]
+    weight, others = weights(sites), {site: np.array(sites) != site for site in set(sites)}
+    single = {site: _middle(shares_of_peak[kept], weight[kept]) for site, kept in others.items()}
+    made = []
+    for row in rows:
+        of_one = row.result.tokens_per_s_per_gpu / row.result.mfu
+        again = recomputation(row.result.recompute)
+        counted = 1 + (again.kind == "full") / (3 * again.every)
+        made.append(Baselines(_HALF * of_one / counted, single[row.run.site] * of_one))
+    return made
+
+
+def _middle(values: NDArray[np.float64], weight: NDArray[np.float64]) -> float:
+    return float(np.quantile(values, 0.5, weights=weight, method="inverted_cdf"))
+
+
+def kind_of_run(row: Left) -> str:
+    """The kind that tells most of a row."""
+    return next((KIND_WORDS[name] for name in KIND_WORDS if parts_of(row.setting)[name]), DENSE)
+
+
+def beaten(rows: Sequence[Left], simple: Sequence[Baselines]) -> list[str]:
+    """Kinds with enough runs and sites of which a baseline has smaller errors."""
+    groups: dict[str, list[tuple[Left, Baselines]]] = {}
+    for row, rule in zip(rows, simple, strict=True):
+        groups.setdefault(kind_of_run(row), []).append((row, rule))
+    worse = []
+    for kind, some in groups.items():
+        sites = {row.run.site for row, _ in some}
+        if len(some) < _ENOUGH[0] or len(sites) < _ENOUGH[1]:
+            continue
+        published = [row.run.tokens_per_s_per_gpu or 1.0 for row, _ in some]
+        ours = [abs(math.expm1(row.error)) for row, _ in some]
+        for name in ("half", "single"):
+            errors = [
+                abs(getattr(rule, name) / speed - 1)
+                for (_, rule), speed in zip(some, published, strict=True)
+            ]
+            if math.fsum(errors) < math.fsum(ours):
+                worse.append(f"{kind} ({name})")
+    return worse
 
 
 def _sources(runs: Sequence[TrainingRun], results: Sequence[Result]) -> Iterator[SourceErrors]:
@@ -556,10 +674,11 @@ def title(paper: str, folder: Path = PAPERS) -> str:
 def errors_file(model: ErrorModel) -> tuple[Path, bytes]:
     """The record of the catalog."""
     memory = {"memory": asdict(model.memory)} if model.memory else {}
+    kinds = {"kinds": {name: asdict(kind) for name, kind in model.kinds.items()}}
     text = toml_record(
         "Written by `co2analysis runs --fit`, memory also by --evidence: errors on published\n"
         "training runs, each source left out of the fit; see co2sim.prediction.",
-        _entry(model) | memory | {"source": [asdict(source) for source in model.sources]},
+        _entry(model) | kinds | memory | {"source": [asdict(source) for source in model.sources]},
     )
     return Path(str(_CATALOG / ERRORS)), text.encode()
 

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -24,7 +23,6 @@ from co2sim.common.files import is_below, text_of
 from co2sim.common.validation import first_problem
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.operators import NARROW, Model
-from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
 from co2sim.prediction.question import Question
 from co2sim.strategies import Strategy, parse
@@ -167,13 +165,6 @@ def _overrides(text: str | Mapping[str, str]) -> Mapping[str, str]:
     return changes
 
 
-def _date(text: str) -> date | None:
-    try:
-        return date.fromisoformat(text) if text else None
-    except ValueError:
-        raise ValueError("must be a day such as 2026-11-30") from None
-
-
 def _recomputation(text: str) -> str:
     return text if text == "auto" else recomputed(text)
 
@@ -185,7 +176,8 @@ def _parts(text: str) -> tuple[str, ...]:
 Count: TypeAlias = Annotated[int, BeforeValidator(whole)]
 Published: TypeAlias = Annotated[float | None, BeforeValidator(_positive)]
 """A published number; None where the field is empty."""
-Added: TypeAlias = Annotated[date | None, BeforeValidator(_date)]
+Added: TypeAlias = Annotated[str, Field(pattern=r"^(20\d\d-[01]\d)?$")]
+"""A month, such as 2026-11; empty: before that."""
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 Truth: TypeAlias = Annotated[bool, BeforeValidator(_truth)]
 Overrides: TypeAlias = Annotated[Mapping[str, str], BeforeValidator(_overrides)]
@@ -209,8 +201,7 @@ class RunSetup(BaseModel):
 
     `cluster`, `model` and `stack` are names of the catalog; without a stack it is that of the
     cluster. `strategy` is written as on the command line, and `overrides` as `--set` takes them.
-    `recompute` is auto where the source is silent. `constants` are fitted constants that replace
-    those of the catalog: the path in a `Cluster`, and the value in SI units.
+    `recompute` is auto where the source is silent.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -235,7 +226,6 @@ class RunSetup(BaseModel):
     checkpointing: Checkpointing = "non_reentrant"
     optimizer: Name = "adamw"
     overrides: Overrides = {}
-    constants: tuple[tuple[str, float], ...] = ()
 
     def __hash__(self) -> int:
         """Of what differs most; equal runs have equal hashes."""
@@ -266,17 +256,11 @@ class RunSetup(BaseModel):
             if field.name in columns
         }
         overrides = {**extra, **self.overrides}
-        if self.constants:
-            said |= {"cluster": self.whole_cluster(), "stack": ""}
-            overrides = {k: v for k, v in overrides.items() if k.startswith("model.")}
         return Question(**{**said, "overrides": overrides, **changes})
 
     def whole_cluster(self) -> Cluster:
         """The cluster with its stack's kernels, of which the run may use a part."""
-        cluster = _loaded(self.changed(constants=()))[0]
-        for path, value in self.constants:
-            cluster = replaced(cluster, path, value)
-        return cluster
+        return _loaded(self)[0]
 
     def used_cluster(self) -> Cluster:
         """The part of the cluster that the run uses. Raises OptionError if it fills no nodes."""
@@ -284,7 +268,7 @@ class RunSetup(BaseModel):
 
     def trained(self) -> Model:
         """The model."""
-        return _loaded(self.changed(constants=()))[1]
+        return _loaded(self)[1]
 
     def parsed(self) -> Strategy:
         """The strategy."""
@@ -312,16 +296,17 @@ class TrainingRun(RunSetup):
     published, or the time of a step (`iteration_ms`). `memory_gib` is the published peak: of the
     allocated or reserved memory by PyTorch's counters, or the total by nvidia-smi (`memory_kind`).
     `needs` names what cannot be expressed yet, and `headline` says whether the run counts in
-    figures of errors. `added` is the day when it came, None for those of before December 2026: runs
-    that came after the last fit are a test of it. `site` is whose machine it used. A run with a `use` is one of the cells of `co2analysis validate`. `read_off`
-    says that its numbers were read off a chart.
+    figures of errors. `added` is the month when it came, empty before November 2026: runs that came
+    after the last fit are a test of it. `site` is whose machine it used. A run with a
+    `use` is one of the cells of `co2analysis validate`. `read_off` says that its numbers were read
+    off a chart.
     """
 
     paper: Name
     site: Name
     read_off: bool
     id: Count
-    added: Added = None
+    added: Added = ""
     stack: Name
     iteration_ms: Published = None
     tokens_per_s_per_gpu: Published = None
@@ -354,15 +339,15 @@ class TrainingRun(RunSetup):
 
     @property
     def _special(self) -> bool:
-        """Whether the run is of a kind that enters no fit."""
+        """Whether the run is in fp8, of divided experts, or of divided sequences."""
         return self.precision in NARROW or self.ep > 1 or self.cp > 1
 
     @property
-    def unfitted(self) -> bool:
-        """Whether the run can be predicted, and enters no fit: in fp8, of experts, or with cp."""
+    def is_counted(self) -> bool:
+        """Whether it enters fits and errors: a headline, or one of a special kind."""
         predictable = self.tokens_per_s_per_gpu is not None and bool(self.cluster)
         expressed = set(self.needs) <= _EXPRESSED and not self.out_of_memory
-        return predictable and self._special and expressed
+        return self.headline or (predictable and self._special and expressed)
 
     def case(self, extra: Mapping[str, str] = {}, **changes: Any) -> Question:
         """The run as a case, with `changes` of its fields; see `RunSetup.case`.

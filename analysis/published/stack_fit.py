@@ -1,12 +1,12 @@
 """What is fitted to published training runs: few numbers of stacks, GPUs and networks.
 
-All sources are fitted at once, each weighed by the fourth root of its runs, with a prior on every
-number. Then each source is left out in turn. Errors that are quoted are those of predictions with
-the numbers that were found without the source (`papers/stack_fit.toml`).
+All runs are fitted at once, with a prior on every number. Runs of a site (one machine, one who
+tuned it) are off together, so their errors have a covariance. Then each site is left out in turn.
+Errors that are quoted are those of predictions with the numbers that were found without the site
+(`papers/stack_fit.toml`).
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,18 +21,23 @@ from analysis.published.predict import simulated
 from analysis.published.runs import PAPERS, TrainingRun
 from co2sim.catalog import load_cluster
 from co2sim.common import files
+from co2sim.models.operators import ExpertExchange
+from co2sim.prediction.intervals import distance, setting_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.training.stack import Setting
 
 Values: TypeAlias = Mapping[str, float]
 
 RECORD = "stack_fit.toml"
 """The file of `papers/` with all values, and with those that each source was left out of."""
 
-_ROBUST = 0.1
-"""Errors of a logarithm from which on a run counts linearly, not squared."""
-_PRIOR = 0.12
-"""The weight of a prior: as much as that of a run with an error of this size."""
+_SITE, _NEAR, _OWN = 0.1, 0.08, 0.1
+"""Standard deviations of what errors of a site share, of what those do that are near, and of each:
+about those that are then found (`run_errors.likeliest`). So many runs of a site that are all off
+say no more than a few, and how they differ says most."""
+_ROBUST = 1.5
+"""Standard deviations from which on an error counts linearly, not squared."""
 _FAR = 0.7
 """By how much a logarithm moves at most in one iteration."""
 _STEP = 0.08
@@ -60,6 +65,8 @@ class Shared:
 
     def holds_for(self, run: TrainingRun) -> bool:
         """Whether the run has it."""
+        if self.path == "stack.grouped" and not routes(run):
+            return False
         return (not self.gpus or generation(run) in self.gpus) and (
             not self.stacks or run.stack in self.stacks
         )
@@ -85,6 +92,12 @@ def _host(kind: str, *stacks: str) -> Shared:
     )
 
 
+_OTHERS = (
+    *("torchtitan", "torchtitan-eager", "huggingface", "internevo", "litgpt"),
+    *("megatron-llama", "colossalai", "megatron-deepspeed", "megatron-2021", "megatron-core"),
+)
+_FITTED = (*_OTHERS, "nanotron", "xla")
+
 SHARED: tuple[Shared, ...] = (
     replace(_sustained("V100"), spread=0.25),  # the speed of its products is assumed
     *map(_sustained, ("A100", "H100", "B200")),
@@ -97,11 +110,8 @@ SHARED: tuple[Shared, ...] = (
     _elementwise("xla", 2.0, "xla"),
     _host("nanotron", "nanotron"),
     _host("xla", "xla"),
-    _host(
-        "others",
-        *("torchtitan", "torchtitan-eager", "huggingface", "internevo", "litgpt"),
-        *("megatron-llama", "colossalai", "megatron-deepspeed", "megatron-2021", "megatron-core"),
-    ),
+    _host("others", *_OTHERS),
+    Shared("grouped", "stack.grouped", 0.7, 0.3, most=1.0, stacks=_FITTED),
     Shared("ring_loss", "inter.ring_loss", 0.15, 0.6, most=2.0),
     Shared("interference", "interference", 0.15, 0.6, most=1.0),
     Shared("node_spread", "node_spread", 0.015, 0.6, most=0.2),
@@ -122,6 +132,11 @@ def _generation(cluster: str, gpu: str | None) -> str:
 def generation(run: TrainingRun) -> str:
     """The generation of the run's GPU, such as H100 for an H200."""
     return _generation(run.cluster, run.overrides.get("gpu"))
+
+
+def routes(run: TrainingRun) -> bool:
+    """Whether its model has experts."""
+    return any(block.of(ExpertExchange) for block in run.trained().blocks)
 
 
 def overrides(run: TrainingRun, values: Values) -> dict[str, str]:
@@ -153,6 +168,12 @@ def predictions(
     return results
 
 
+def setting_in(case: Question, result: Result) -> Setting:
+    """What the result of a case is like."""
+    cluster, model = case.load()
+    return setting_of(cluster.value, model.value, result, case.job().kernels)
+
+
 def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArray[np.float64]:
     """Log(predicted / published) of the throughput per GPU."""
     errors = []
@@ -164,25 +185,30 @@ def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Errors of runs around some values, and how each changes with the logarithms of these."""
+    """Errors of runs around some values, and how each changes with the logarithms of these.
+
+    `settings` are what runs are like.
+    """
 
     runs: tuple[TrainingRun, ...]
+    settings: tuple[Setting, ...]
     values: Values
     errors: NDArray[np.float64]
     slopes: NDArray[np.float64]
 
-    def without(self, source: str | None) -> Values:
-        """The values that fit best to all sources but one."""
-        kept = np.array([run.paper != source for run in self.runs])
-        counts = Counter(run.paper for run in self.runs if run.paper != source)
-        weights = np.array([max(counts[run.paper], 1) ** -0.25 for run in self.runs])[kept]
-        errors, slopes = self.errors[kept], self.slopes[kept]
+    def without(self, site: str | None) -> Values:
+        """The values that are most likely by all sites but one."""
+        parts = [
+            (root @ self.errors[rows], root @ self.slopes[rows])
+            for name, (rows, root) in self._roots.items()
+            if name != site
+        ]
+        errors, slopes = (np.concatenate(some) for some in zip(*parts, strict=True))
         priors = np.array([math.log(self.values[shared.name] / shared.prior) for shared in SHARED])
         spreads = np.array([shared.spread for shared in SHARED])
 
         def residuals(moves: NDArray[np.float64]) -> NDArray[np.float64]:
-            of_runs = (errors + slopes @ moves) * weights
-            return np.concatenate([of_runs, _PRIOR * (priors + moves) / spreads])
+            return np.concatenate([errors + slopes @ moves, (priors + moves) / spreads])
 
         start = np.zeros(len(SHARED))
         solution = least_squares(
@@ -195,11 +221,26 @@ class Linear:
             for shared, move in zip(SHARED, solution.x, strict=True)
         }
 
+    @property
+    def _roots(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """The rows of each site, and what makes their errors independent, each of size 1."""
+        sites = np.array([run.site for run in self.runs])
+        made = {}
+        for site in sorted({run.site for run in self.runs}):
+            rows = np.flatnonzero(sites == site)
+            some = [self.settings[row] for row in rows]
+            apart = np.array([[distance(here, there) for there in some] for here in some])
+            covariance = _SITE**2 + _NEAR**2 * np.exp(-apart) + _OWN**2 * np.eye(len(rows))
+            made[site] = rows, np.linalg.inv(np.linalg.cholesky(covariance))
+        return made
+
 
 def linearized(runs: Sequence[TrainingRun], values: Values, jobs: int) -> Linear:
     """By finite differences: one simulation of a run for each number that it has, and one more."""
     count = len(runs)
-    base = log_errors(runs, predictions(runs, [values] * count, jobs, "predicting runs"))
+    results = predictions(runs, [values] * count, jobs, "predicting runs")
+    base = log_errors(runs, results)
+    settings = tuple(setting_in(run.case(), of) for run, of in zip(runs, results, strict=True))
     slopes = np.zeros((count, len(SHARED)))
     for column, shared in enumerate(SHARED):
         having = [row for row, run in enumerate(runs) if shared.holds_for(run)]
@@ -207,24 +248,24 @@ def linearized(runs: Sequence[TrainingRun], values: Values, jobs: int) -> Linear
         some = [runs[row] for row in having]
         results = predictions(some, [moved] * len(some), jobs, f"moving {shared.name}")
         slopes[having, column] = (log_errors(some, results) - base[having]) / _STEP
-    return Linear(tuple(runs), values, base, slopes)
+    return Linear(tuple(runs), settings, values, base, slopes)
 
 
 @dataclass(frozen=True, slots=True)
 class StackFit:
-    """Values fitted to all sources, and those that were found without each, by its key."""
+    """Values fitted to all sites, and those that were found without each, by its key."""
 
     values: Values
     left_out: Mapping[str, Values]
 
 
-def fit(runs: Sequence[TrainingRun], start: Values | None, iterations: int, jobs: int) -> StackFit:
-    """Gauss-Newton steps from `start`, by default the priors; sources are left out in the last."""
-    values = start or {shared.name: shared.prior for shared in SHARED}
+def fit(runs: Sequence[TrainingRun], start: Values, iterations: int, jobs: int) -> StackFit:
+    """Gauss-Newton steps from `start`, else from priors; sites are left out in the last."""
+    values: Values = {shared.name: start.get(shared.name, shared.prior) for shared in SHARED}
     for _ in range(iterations - 1):
         values = linearized(runs, values, jobs).without(None)
     last = linearized(runs, values, jobs)
-    sources = sorted({run.paper for run in runs})
+    sources = sorted({run.site for run in runs})
     return StackFit(last.without(None), {source: last.without(source) for source in sources})
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from analysis.published.cells import Cell, cell_of, check_runs, from_papers, group_of
+from analysis.published.cells import Cell, cell_of, check_runs, from_papers
 from analysis.published.runs import (
     PAPERS,
     TABLES_ELSEWHERE,
@@ -160,10 +160,6 @@ class GPTRow(TableRow):
             **of_all | said,
         )
 
-    def _cell(self, paper: Paper, run: RunSetup, use: Use, **said: Any) -> Cell:
-        group = group_of(paper, run)
-        return Cell(source=self.source, group=group, use=use, runs=(run,), **said)
-
 
 class IterationRow(GPTRow):
     """Time of an iteration of data-parallel training inside one node."""
@@ -200,10 +196,10 @@ class IterationRow(GPTRow):
         most = run.whole_cluster().layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")
-        yield self._cell(
-            paper,
-            run,
-            use,
+        yield Cell(
+            source=self.source,
+            use=use,
+            runs=(run,),
             name=(
                 f"{self.gpus} GPUs, batch {self.global_batch}, micro-batch {self.micro_batch},"
                 f" hidden {self.hidden}, {self.layers} layers"
@@ -252,10 +248,10 @@ class FsdpRow(GPTRow):
         if self.tokens_per_s is None:
             return
         run = self._checked_run(paper)
-        yield self._cell(
-            paper,
-            run,
-            use,
+        yield Cell(
+            source=self.source,
+            use=use,
+            runs=(run,),
             name=(
                 f"{self.model}, {self.gpus} {self.gpu}, sequence {self.seq_len}, micro-batch"
                 f" {self.micro_batch} x {self.accumulation}"

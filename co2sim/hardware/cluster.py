@@ -136,7 +136,8 @@ class KernelTimes:
     is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two, and
     `product_start` what every matrix product takes at least. Elementwise kernels move `elementwise`
     times the least traffic: unfused ones read and write what lies between them, too. Products in
-    fp8 and below attain `narrow_efficiency` of their peak (None: `gemm_efficiency`).
+    fp8 and below attain `narrow_efficiency` of their peak (None: `gemm_efficiency`), and those of
+    experts the fraction `grouped` of what others do.
     """
 
     gemm_efficiency: Fraction
@@ -150,6 +151,7 @@ class KernelTimes:
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
     narrow_efficiency: Fraction | None = None
+    grouped: Fraction = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""

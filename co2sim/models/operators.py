@@ -272,7 +272,7 @@ class Product(Operator):
         if self.groups:
             batch = min(self.groups, rows)
             rows = -(-rows // batch)
-        made = Gemm(rows, self.inner, self.columns, width, batch)
+        made = Gemm(rows, self.inner, self.columns, width, batch, grouped=bool(self.groups))
         if self.narrow is None:
             return made
         return replace(made, width=self.narrow.bytes, narrow=self.narrow.peak, result=width)

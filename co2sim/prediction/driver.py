@@ -16,9 +16,8 @@ from co2sim.prediction.choose import choose, choose_batch, even
 from co2sim.prediction.evidence import by_distance, published_gpus
 from co2sim.prediction.intervals import (
     Predicted,
-    Situation,
-    from_measured,
     memory_ends,
+    of_site,
     setting_of,
 )
 from co2sim.prediction.job import Job
@@ -41,7 +40,6 @@ from co2sim.simulation.noise import QUIET, Noise
 from co2sim.simulation.run import Simulator
 from co2sim.simulation.trace import Trace
 from co2sim.strategies import LocalSteps, Strategy, parse
-from co2sim.training.stack import Setting
 
 _ROUNDS = "simulating rounds"
 _ASKED = {"cluster", "model", "strategy"}
@@ -265,19 +263,19 @@ def _one_site_alone(question: Question, job: Job, result: Result) -> tuple[str, 
 def _with_interval(question: Question, job: Job, result: Result, done: Done | None) -> Result:
     """The result with the ends of its intervals; memory of processors has none."""
     cluster = job.stage_cluster
-    setting = setting_of(cluster, job.model, result, job.kernels)
+    setting, gpu = setting_of(cluster, job.model, result, job.kernels), cluster.gpu
+    is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
+    setting = replace(setting, strange=not is_known)
     predicted = Predicted(
         cluster=job.cluster,
-        strategy=job.strategy,
-        model=job.model,
-        precision=str(job.workload.precision),
         tokens_per_s=result.tokens_per_s,
-        situation=_situation(job, setting, result),
+        setting=setting,
+        measured=of_site(setting, job.measured),
     )
     speeds = None
     if question.interval == "full":
         speeds = [
-            [_speed_on(moved, job, result, done) for moved, _ in pair] for pair in predicted.moved()
+            [_speed_on(moved, job, result, done) for moved in pair] for pair in predicted.moved()
         ]
     interval = predicted.interval(speeds)
     ends: dict[str, Any] = {}
@@ -302,15 +300,6 @@ def _speed_on(cluster: Cluster, job: Job, result: Result, done: Done | None) -> 
     """Tokens/s on a changed cluster of the same layout."""
     moved = step_time(replace(job, cluster=cluster), done)
     return result.tokens_per_s * result.step_time_s / moved
-
-
-def _situation(job: Job, setting: Setting, result: Result) -> Situation:
-    """What makes the result more or less sure."""
-    apart, misfit = from_measured(setting, job.measured)
-    gpu = job.cluster.gpu
-    is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
-    experts = job.model.active_parameters < job.model.parameters
-    return Situation.of(result, known=is_known, apart=apart, misfit=misfit, experts=experts)
 
 
 def trace(question: Question, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -1,46 +1,39 @@
 """How sure a prediction is: the errors of published runs, and its interval.
 
-**The model of errors**: log(published / predicted) of a further run has mean 0, and a variance that
-is a sum of parts: one for any run, and one each for what grows with exposed communication, nodes,
-divided layers, and what the host needs for what the GPU needs. They are smooth, and are estimated
-on errors of sources that were left out of the fit (`co2analysis runs --fit`). Where the stack was
-calibrated by its own runs, the variance is that of the errors of runs that were predicted from one
-run of their series, which grow with the distance to it.
+**The model of errors**: log(published / predicted) of runs has mean 0. What they differ by is
+shared by all runs of a site (its GPUs, their power, who tuned it), shared by runs that are alike
+(`near`, less and less with their distance), or a run's own. What a site shares is a sum of parts:
+one of all runs, and one each for what waits for the network, the number of nodes, how layers are
+divided, a slow host, experts, divided sequences, products in fp8, and a GPU of which nothing is
+published. So errors of two runs of a site have a covariance (`ErrorModel.covariance`). The parts
+are those that make errors of sites most likely which were left out of the fit (`co2analysis runs
+--fit`), and a 90 % interval reaches so far that it holds nine tenths of them.
 
-**The 90 % interval** has three sources, the nearest first: the scatter of the probe that measured
-the cluster; the fit of the constants that the cluster has (`calibrations`), which tells of runs
-that are near those fitted; the model of errors.
+**The 90 % interval** of a stranger is by the variance alone. Where the stack was calibrated by runs
+of its site, it is by the variance that is left once their errors are known: a dense run says
+nothing about experts, and a small one little about thousands of GPUs. Of a cluster that was probed
+the scatter of the probe counts instead.
 
-**Order**: two runs of a model on one cluster with one stack share much of what is wrong with
-either. What they do not share is the error of their ratio: on published runs it grows with the
-distance of the two (`ErrorModel.pairs`). Of one job on two numbers of GPUs it is smaller: only what
+**Order**: two runs of a model on one cluster with one stack share what is wrong with either, so the
+error of their ratio has the variance of the difference. Of one job on two numbers of GPUs only what
 the larger one loses may be wrong (`ErrorModel.scaling`).
 """
 
 import math
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from co2sim.common.units import Bytes, counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
-from co2sim.models.operators import Model
-from co2sim.prediction.calibrations import (
-    Calibration,
-    calibrations,
-    describe_extrapolation,
-    figures_of,
-    replaced,
-    squares,
-)
+from co2sim.models.operators import NARROW, Model
 from co2sim.prediction.likeness import shares
 from co2sim.prediction.result import Result
-from co2sim.schedule.schedule import WORLD, Layout
-from co2sim.strategies import Strategy, says
-from co2sim.strategies.fsdp import FSDP
 from co2sim.training.stack import Setting, plain_name
 
 # --- distances ------------------------------------------------------------------------------------
@@ -54,15 +47,30 @@ def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = ""
     """What a result is like; `kernels` names precision, attention and recomputation."""
     several = result.nodes > 1
     network = 8 * cluster.inter.payload_bandwidth / cluster.gpus_per_node if several else 0.0
-    return Setting(
+    return replace(
+        alike(result),
         network=network,
         kernels=kernels,
         gpu=cluster.gpu.generation or cluster.gpu.name,
-        gpus=result.gpus,
         parameters=model.parameters,
+        experts=model.active_parameters < model.parameters,
+    )
+
+
+def alike(result: Result) -> Setting:
+    """What a result is like, but for what runs of a model on one cluster share."""
+    return Setting(
+        gpu="",
+        gpus=result.gpus,
+        parameters=1,
         shares=shares(result.strategy),
         divided=result.layer_gpus,
         tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+        nodes=result.nodes,
+        exposed=result.exposed_share,
+        host=min(1.0, result.host_load or 0.0),
+        context=result.cp > 1,
+        narrow=result.precision in NARROW,
     )
 
 
@@ -82,33 +90,16 @@ def distance(here: Setting, there: Setting) -> float:
     return far + _OTHER * (here.gpu != there.gpu) + _OTHER * (here.shares != there.shares)
 
 
-def between(first: Result, second: Result) -> float:
-    """The distance of two results of one model on one GPU."""
-    here, there = (
-        Setting(
-            gpu="",
-            gpus=result.gpus,
-            parameters=1,
-            shares=shares(result.strategy),
-            divided=result.layer_gpus,
-            tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
-        )
-        for result in (first, second)
-    )
-    return distance(here, there)
+def of_site(setting: Setting, measured: Sequence[Setting]) -> tuple[Setting, ...]:
+    """Those of the runs that calibrated a stack whose errors are its errors, too.
 
-
-def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float, float]:
-    """The distance to the nearest of the runs that calibrated a stack, and the misfit of that one.
-
-    inf where none is on this GPU, or where only one of the two trains local steps.
+    None are on another GPU, or train local steps where it does not.
     """
-    alike = [
-        (distance(setting, run), run.misfit)
+    return tuple(
+        run
         for run in measured
         if run.gpu == setting.gpu and (run.shares == "steps") == (setting.shares == "steps")
-    ]
-    return min(alike, default=(math.inf, 0.0))
+    )
 
 
 # --- the model of errors --------------------------------------------------------------------------
@@ -117,75 +108,39 @@ def from_measured(setting: Setting, measured: Sequence[Setting]) -> tuple[float,
 ERRORS = "errors.toml"
 """The record of the catalog."""
 
-_UNKNOWN_GPU = 0.25
-"""Standard deviation for a GPU of whose kernels, or trainings, nothing is published. Assumed:
-between the best and the worst of those that are, half of their efficiencies lie so near."""
+
+KIND_WORDS = {"experts": "experts", "context": "divided sequences", "narrow": "fp8 and below"}
+"""Parts that are a kind of run, in words."""
+
+_MANY = 5
+"""Sources of a kind from which on its spread is known."""
 
 
-_EXPERTS = 0.25
-"""Standard deviation that mixtures of experts add: on the published runs of them the root of the
-mean square is 0.28, a part of which any run has."""
-EXPERT_RUNS, EXPERT_ERROR = 19, 0.27
-"""Published runs of mixtures of experts, which entered no fit, and the mean of their errors
-(docs/stacks.md). All of them divide the experts of a layer, and are of ZeRO-1."""
-CONTEXT_RUNS, CONTEXT_ERROR, CONTEXT_TORCHTITAN = 51, 0.11, 0.57
-"""The same with context parallelism, and the mean of the three runs of torchtitan among them."""
+def parts_of(setting: Setting) -> dict[str, float]:
+    """By how much each part counts of what the runs of a site share."""
+    return {
+        "site": 1.0,
+        "exposed": setting.exposed,
+        "nodes": math.log2(setting.nodes) / 10,
+        "divided": math.log2(setting.divided) / 5,
+        "host": setting.host**3,
+        "experts": float(setting.experts),
+        "context": float(setting.context),
+        "narrow": float(setting.narrow),
+        "strange": float(setting.strange),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """What makes a prediction more or less sure.
+class KindErrors:
+    """Published runs of a kind that a part of its own stands for, left out of the fit.
 
-    `exposed` is the share of the round that waits for the network, `divided` how many GPUs share
-    the layers (tp x pp), `host` what the host needs to issue passes over what the GPU needs for
-    them, and `known` says whether something is published of the GPU's kernels, and of trainings on
-    its generation. `apart` is the
-    distance to the nearest of the runs that the stack was calibrated by, inf without any, and
-    `misfit` by how much the logarithm of that is still off. `experts` says whether the model is a
-    mixture of them.
+    `mean` is that of absolute errors.
     """
 
-    exposed: float
-    nodes: int
-    divided: int
-    host: float
-    known: bool = True
-    apart: float = math.inf
-    misfit: float = 0.0
-    experts: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        result: Result,
-        *,
-        known: bool = True,
-        apart: float = math.inf,
-        misfit: float = 0.0,
-        experts: bool = False,
-    ) -> "Situation":
-        """That of a result."""
-        return cls(
-            exposed=result.exposed_share,
-            nodes=result.nodes,
-            divided=result.layer_gpus,
-            host=result.host_load or 0.0,
-            known=known,
-            apart=apart,
-            misfit=misfit,
-            experts=experts,
-        )
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """By how much each part of the standard deviation counts."""
-        return {
-            "any": 1.0,
-            "exposed": self.exposed,
-            "nodes": math.log2(self.nodes) / 10,
-            "divided": math.log2(self.divided) / 5,
-            "host": min(1.0, self.host),
-        }
+    runs: int
+    sites: int
+    mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,27 +154,6 @@ class SourceErrors:
     runs: int
     mean: float
     bias: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistanceErrors:
-    """Errors that grow with the distance from another run of the same stack.
-
-    Standard deviations beside that run, and for a distance of 1 from it; how many of both a 90 %
-    interval reaches; and how many runs, or pairs of runs, they are of.
-    """
-
-    any: float
-    apart: float
-    factor: float
-    runs: int
-
-    def reach(self, apart: float, misfit: float = 0.0) -> float:
-        """How far a 90 % interval of log(measured / predicted) reaches to both sides.
-
-        `misfit` is by how much the other run is off itself.
-        """
-        return self.factor * math.hypot(self.any, self.apart * apart, misfit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,35 +248,55 @@ class MemoryErrors:
 
 @dataclass(frozen=True, slots=True)
 class ErrorModel:
-    """Standard deviations of the parts, and how many of all a 90 % interval reaches.
+    """Standard deviations of log(published / predicted), and how many a 90 % interval reaches.
 
-    `own` are errors of runs that were predicted by a stack which one run of their series
-    calibrated, `pairs` those of ratios of two runs of a model on one cluster, and `scaling` of two
-    that differ in the number of GPUs alone.
+    `shared` are those of the parts that all runs of a site share, `near` of what those share that
+    are alike, and `own` of a run. `kinds` are what is known of the kinds that have a part, and
+    `scaling` the errors of two runs that differ in the number of GPUs alone.
     """
 
-    deviations: Mapping[str, float]
+    shared: Mapping[str, float]
+    near: float
+    own: float
     factor: float
-    sources: tuple[SourceErrors, ...]
-    own: DistanceErrors | None = None
-    pairs: DistanceErrors | None = None
+    sources: tuple[SourceErrors, ...] = ()
+    kinds: Mapping[str, KindErrors] = field(default_factory=dict)
     memory: MemoryErrors | None = None
     scaling: ScalingErrors | None = None
 
-    def deviation(self, situation: Situation) -> float:
-        """Of log(published / predicted)."""
-        parts = [self.deviations[name] * size for name, size in situation.parts.items()]
-        more = 0.0 if situation.known else _UNKNOWN_GPU, _EXPERTS if situation.experts else 0.0
-        return math.hypot(*parts, *more)
+    def covariance(self, here: Setting, there: Setting, apart: float) -> float:
+        """Of two runs of a site that are so far `apart`, but for what each has of its own."""
+        theirs = parts_of(there)
+        common = (
+            self.shared[name] ** 2 * size * theirs[name] for name, size in parts_of(here).items()
+        )
+        return sum(common) + self.near**2 * math.exp(-apart)
 
-    def reach(self, situation: Situation) -> float:
+    def variance(self, here: Setting, measured: Sequence[Setting] = ()) -> float:
+        """Of a run, once the errors of others of its site are known.
+
+        A measured run that is still off by its `misfit` says less.
+        """
+        whole = self.covariance(here, here, 0.0) + self.own**2
+        if not measured:
+            return whole
+        both = np.array([self.covariance(here, run, distance(here, run)) for run in measured])
+        known = np.array(
+            [[self.covariance(a, b, distance(a, b)) for b in measured] for a in measured]
+        )
+        known += np.diag([self.own**2 + run.misfit**2 for run in measured])
+        return max(self.own**2, float(whole - both @ np.linalg.solve(known, both)))
+
+    def reach(self, here: Setting, measured: Sequence[Setting] = ()) -> float:
         """How far a 90 % interval of log(published / predicted) reaches to both sides."""
-        reach = self.factor * self.deviation(situation)
-        return min(reach, self.own.reach(situation.apart, situation.misfit)) if self.own else reach
+        return self.factor * math.sqrt(self.variance(here, measured))
 
-    def by_own(self, situation: Situation) -> bool:
-        """Whether the runs that the stack was calibrated by make the interval narrower."""
-        return self.reach(situation) < self.factor * self.deviation(situation)
+    def ratio_reach(self, first: Setting, second: Setting) -> float:
+        """The same of the ratio of two runs of a model on one cluster."""
+        apart = distance(first, second)
+        single = [self.covariance(run, run, 0.0) for run in (first, second)]
+        variance = sum(single) - 2 * self.covariance(first, second, apart) + 2 * self.own**2
+        return self.factor * math.sqrt(variance)
 
     @property
     def runs(self) -> int:
@@ -352,14 +306,16 @@ class ErrorModel:
 
 def read_error_model(entry: Mapping[str, Any]) -> ErrorModel:
     """From the record."""
-    sources = tuple(SourceErrors(**source) for source in entry.get("source", ()))
-    own, pairs = (
-        DistanceErrors(**entry[name]) if name in entry else None for name in ("own", "pairs")
+    return ErrorModel(
+        shared=entry["shared"],
+        near=entry["near"],
+        own=entry["own"],
+        factor=entry["factor"],
+        sources=tuple(SourceErrors(**source) for source in entry.get("source", ())),
+        kinds={name: KindErrors(**kind) for name, kind in entry.get("kinds", {}).items()},
+        memory=_memory_errors(entry["memory"]) if "memory" in entry else None,
+        scaling=ScalingErrors(**entry["scaling"]) if "scaling" in entry else None,
     )
-    memory = _memory_errors(entry["memory"]) if "memory" in entry else None
-    scaling = ScalingErrors(**entry["scaling"]) if "scaling" in entry else None
-    factor = float(entry["interval_factor"])
-    return ErrorModel(entry["deviations"], factor, sources, own, pairs, memory, scaling)
 
 
 def _memory_errors(entry: Mapping[str, Any]) -> MemoryErrors:
@@ -375,57 +331,6 @@ def error_model() -> ErrorModel:
 
 
 # --- the interval ---------------------------------------------------------------------------------
-
-
-Exchange: TypeAlias = Literal["gradients", "parameters", "quantized", "averages"]
-Extent: TypeAlias = Literal["one node", "several nodes"]
-
-_IN_WORDS: dict[Exchange, str] = {
-    "gradients": "gradients exchanged every step",
-    "parameters": "parameters gathered block by block",
-    "quantized": "quantized parameters and gradients, block by block",
-    "averages": "averages of local steps",
-}
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RunKind:
-    """GPU generation, what is exchanged (the family of the strategy), and one node or several."""
-
-    gpu: str
-    exchange: Exchange
-    extent: Extent
-
-    def __str__(self) -> str:
-        return f"{self.gpu}, {_IN_WORDS[self.exchange]}, {self.extent}"
-
-
-def why_not_comparable(strategy: Strategy, layout: Layout, names: Collection[str]) -> str:
-    """A text: what a strategy gathers otherwise than those of these names; empty if nothing.
-
-    When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
-    known of DeepSpeed's ZeRO-3, nor of groups. Gradients and averages are sent as a whole.
-    """
-    if says(strategy, "shares") != "parameters":
-        return ""
-    there = f"there {' and '.join(names)}"
-    if strategy.name not in names:
-        return f"{strategy.name}, {there}"
-    if isinstance(strategy, FSDP) and strategy.sharding(layout, WORLD).replicas:
-        return f"{strategy.name} in groups, {there} over all GPUs"
-    return ""
-
-
-def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | None:
-    """The kind of a run on all of the cluster; None where nothing that is published is like it.
-
-    That is so for other GPUs, for strategies that are not ours, and for models of images.
-    """
-    gpu = cluster.gpu.generation
-    exchange = says(strategy, "exchanges")
-    if gpu is None or exchange is None or model.unit != "token":
-        return None
-    return RunKind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")
 
 
 L = TypeVar("L", Link, Link | None)
@@ -453,87 +358,52 @@ Speeds: TypeAlias = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A prediction: of what, the tokens/s, and what makes it more or less sure.
+    """A prediction: on what, the tokens/s, and what makes it more or less sure.
 
-    `precision` names the type of numbers.
+    `measured` are runs of its site.
     """
 
     cluster: Cluster
-    strategy: Strategy
-    model: Model
-    precision: str
     tokens_per_s: float
-    situation: Situation
+    setting: Setting
+    measured: tuple[Setting, ...] = ()
 
-    def moved(self) -> list[list[tuple[Cluster, float]]]:
-        """Pairs of clusters, of the same layout, that a full interval simulates, and their weights.
+    def moved(self) -> list[list[Cluster]]:
+        """Pairs of clusters, of the same layout, that a full interval simulates.
 
         None where the interval is made of errors.
         """
-        if self.cluster.scatter is not None:
-            sigmas = self.cluster.scatter.compute, self.cluster.scatter.communication
-            return [
-                [
-                    (faster(self.cluster, **{name: math.exp(way * TAIL * sigma)}), 1.0)
-                    for way in (1, -1)
-                ]
-                for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
-            ]
-        fit, far = self._fit()
-        if fit is None or far:
+        if self.cluster.scatter is None:
             return []
+        sigmas = self.cluster.scatter.compute, self.cluster.scatter.communication
         return [
-            [(_with_values(self.cluster, values), times) for values, times in pair]
-            for pair in fit.moves(self.cluster.gpu.name)
+            [faster(self.cluster, **{name: math.exp(way * TAIL * sigma)}) for way in (1, -1)]
+            for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
         ]
 
     def interval(self, speeds: Speeds | None = None) -> Interval:
         """Its interval; a full one with the `speeds` of what `moved` says."""
         if self.cluster.scatter is not None:
             return self._of_probe(self.cluster.scatter, speeds)
-        fit, far = self._fit()
-        if fit and not far:
-            return self._of_fit(fit, speeds)
-        return self._of_errors(f"far from calibration {fit.group} ({far}): " if fit else "")
+        return self._of_errors()
 
-    def _fit(self) -> tuple[Calibration | None, str]:
-        """The fit of the cluster's constants, and in what the run is far from those fitted."""
-        alike = self.situation.divided == 1  # as in the runs that were fitted
-        if self.situation.apart < math.inf or not alike:
-            return None, ""
-        kind = kind_of(self.cluster, self.strategy, self.model)
-        fit = None if kind is None else calibration_of(self.cluster, kind)
-        if fit is None:
-            return None, ""
-        run = figures_of(self.cluster, self.model, self.precision)
-        return fit, beyond_fit(fit, self.strategy, self.cluster.layout, run)
-
-    def _of_errors(self, before: str = "") -> Interval:
+    def _of_errors(self) -> Interval:
         errors = error_model()
         words = (
-            f"{before}errors on {counted(errors.runs, 'published training run')} of"
+            f"errors on {counted(errors.runs, 'published training run')} of"
             f" {counted(len(errors.sources), 'source')}, each left out of the fit"
         )
-        if self.situation.experts:
-            words += f", and on {EXPERT_RUNS} of mixtures of experts"
-        if errors.own and errors.by_own(self.situation):
-            words = (
-                f"the stack was calibrated by runs, the nearest {self.situation.apart:.1f} away:"
-                f" errors on {counted(errors.own.runs, 'published run')} so predicted"
-            )
-        reach = errors.reach(self.situation)
-        by_runs = not errors.by_own(self.situation)
-        return replace(self._from(reach, reach, words), by_runs=by_runs)
-
-    def _of_fit(self, fit: Calibration, speeds: Speeds | None) -> Interval:
-        words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
-        if fit.assumed:
-            words = f"calibration {fit.group} ({fit.assumed})"
-        if speeds is None:
-            reach = fit.factor * fit.quick_scatter
-            return self._from(reach, reach, words)
-        down, up = interval_halfwidths(self._squares(speeds), fit.factor * fit.scatter)
-        return self._from(down, up, f"{words}; its constants moved")
+        few = [
+            f"{KIND_WORDS[name]} {counted(kind.sites, 'source')} ({counted(kind.runs, 'run')})"
+            for name, kind in errors.kinds.items()
+            if kind.sites < _MANY and parts_of(self.setting)[name]
+        ]
+        if few:
+            words += f"; of {', of '.join(few)} only"
+        if self.measured:
+            words += f", and {counted(len(self.measured), 'run')} that calibrated the stack"
+        reach = errors.reach(self.setting, self.measured)
+        return replace(self._from(reach, reach, words), by_runs=not self.measured)
 
     def _of_probe(self, scatter: Scatter, speeds: Speeds | None) -> Interval:
         words = (
@@ -542,55 +412,26 @@ class Predicted:
         )
         if speeds is None:
             sigmas = scatter.compute, scatter.communication
-            shares = 1 - self.situation.exposed, self.situation.exposed
+            shares = 1 - self.setting.exposed, self.setting.exposed
             reach = TAIL * math.hypot(*(a * b for a, b in zip(sigmas, shares, strict=True)))
             return self._from(reach, reach, f"{words}, each by its share of the round")
-        down, up = interval_halfwidths(self._squares(speeds), 0.0)
+        down, up = self._falls_and_rises(speeds)
         return self._from(down, up, f"{words}, each simulated")
 
-    def _squares(self, speeds: Speeds) -> tuple[float, float]:
-        pairs = [
-            [(speed, times) for speed, (_, times) in zip(of_pair, pair, strict=True)]
-            for of_pair, pair in zip(speeds, self.moved(), strict=True)
+    def _falls_and_rises(self, speeds: Speeds) -> tuple[float, float]:
+        """How far log(prediction) falls and rises: the root of the sum of squares over the pairs.
+
+        Communication that is hidden on one side may be exposed on the other: both are kept apart.
+        """
+        effects = [
+            [0.0, *(math.log(speed / self.tokens_per_s) for speed in pair)] for pair in speeds
         ]
-        return squares(self.tokens_per_s, pairs)
+        return math.hypot(*map(min, effects)), math.hypot(*map(max, effects))
 
     def _from(self, down: float, up: float, source: str) -> Interval:
         """From how far it may fall and rise, as logarithms."""
         value = self.tokens_per_s
         return Interval(value * math.exp(-down), value * math.exp(up), source)
-
-
-def _with_values(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
-    for path, value in values.items():
-        cluster = replaced(cluster, path, value)
-    return cluster
-
-
-def interval_halfwidths(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
-    """How far log(prediction) reaches down and up, from `squares` and a scatter.
-
-    Both are at the level of the interval already, and independent of each other.
-    """
-    down, up = sums
-    return math.sqrt(down + scatter**2), math.sqrt(up + scatter**2)
-
-
-def beyond_fit(
-    fit: Calibration, strategy: Strategy, layout: Layout, run: Mapping[str, float]
-) -> str:
-    """A text: what is far from the runs of a fit; empty where the fit tells of the run."""
-    far = (
-        why_not_comparable(strategy, layout, fit.strategies),
-        describe_extrapolation(run, fit.ranges),
-    )
-    return "; ".join(filter(None, far))
-
-
-def calibration_of(cluster: Cluster, kind: RunKind) -> Calibration | None:
-    """The fit whose constants the cluster has, if it was fitted to runs of the kind."""
-    fits = (fit for fit in calibrations().values() if str(kind) in fit.kinds)
-    return next((fit for fit in fits if fit.holds_for(cluster)), None)
 
 
 def faster(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
@@ -655,19 +496,14 @@ def interval_of(result: Result) -> Interval:
 
 
 def unshared(first: Result, second: Result) -> float:
-    """How far a 90 % interval of the logarithm of their ratio reaches, by their own errors.
+    """How far a 90 % interval of the logarithm of their ratio reaches.
 
-    inf for runs of two models, or on two clusters or stacks, whose errors are not alike.
+    inf for runs of two models, or on two clusters or stacks.
     """
-    pairs = error_model().pairs
-    return pairs.reach(between(first, second)) if pairs and _alike(first, second) else math.inf
-
-
-def _alike(first: Result, second: Result) -> bool:
-    """Whether much of what is wrong with either is wrong with both."""
-    return all(
-        getattr(first, name) == getattr(second, name) for name in ("cluster", "model", "stack")
-    )
+    names = "cluster", "model", "stack"
+    if any(getattr(first, name) != getattr(second, name) for name in names):
+        return math.inf
+    return error_model().ratio_reach(alike(first), alike(second))
 
 
 _JOB = ("strategy", "tp", "cp", "ep", "pp", "micro_batch", "recompute", "precision", "attention")
@@ -689,8 +525,8 @@ def efficiency_ends(many: Result, alone: Result) -> tuple[float, float] | None:
     ends = ratio * down, ratio * up
     if model.scaling and all(getattr(many, name) == getattr(alone, name) for name in _JOB):
         ends = model.scaling.ends(ratio, many.nodes)
-    elif model.pairs:
-        reach = model.pairs.reach(between(many, alone))
+    else:
+        reach = model.ratio_reach(alike(many), alike(alone))
         ends = ratio * math.exp(-reach), ratio * math.exp(reach)
     return max(ends[0], ratio * down), min(ends[1], ratio * up)
 

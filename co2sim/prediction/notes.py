@@ -11,13 +11,7 @@ from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.operators import Attention, Block
-from co2sim.prediction.intervals import (
-    CONTEXT_ERROR,
-    CONTEXT_RUNS,
-    CONTEXT_TORCHTITAN,
-    EXPERT_ERROR,
-    EXPERT_RUNS,
-)
+from co2sim.prediction.intervals import KIND_WORDS, error_model
 from co2sim.prediction.job import Job, stage_of
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -202,19 +196,8 @@ FASTEST = (
     "micro-batch and recomputation: the fastest that leave 10 % of the memory of a GPU free, or"
     " those that need the least memory where none does"
 )
-_EXPERTS = (
-    "mixture of experts: no run of one entered a fit, and predictions of"
-    f" {EXPERT_RUNS} published ones are {EXPERT_ERROR:.0%} off in the mean"
-)
-DIVIDED_EXPERTS = f"{_EXPERTS}; all of these were ZeRO-1 with --ep"
-WHOLE_EXPERTS = f"{_EXPERTS}; all of these divided their experts (--ep), which this does not"
-CONTEXT = (
-    "context parallelism: no run with it entered a fit, and predictions of"
-    f" {CONTEXT_RUNS} published ones are {CONTEXT_ERROR:.0%} off in the mean; the 3 of"
-    f" torchtitan are {CONTEXT_TORCHTITAN:.0%} off"
-)
-HOW_FAR_OFF = (ADAPTERS, DIVIDED_EXPERTS, WHOLE_EXPERTS, CONTEXT)
-"""Notes on how far off predictions of a kind were."""
+OFF = "off in the mean"
+"""What notes on how far off predictions of a kind were have, and no others."""
 PIPELINED = (
     "pipeline: PyTorch's own, as in torchtitan, keeps gathered units and whole gradients of FSDP2"
     " to the end of a step, which takes more memory: -s fsdp:reshard_after_forward=false,sync=last"
@@ -229,7 +212,7 @@ WHAT_IF = "what-if: "
 """How the notes begin that say what the stack has not."""
 _ALIKE = (
     *(IDLE_RECOMPUTE, FEW_STATISTICS, IDLE_CHECKPOINTING, FASTEST),
-    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, PIPELINED, *HOW_FAR_OFF),
+    *(EAGER_ATTENTION, EAGER_LOSS, SCALE, IDLE_STACK, PIPELINED),
 )
 
 
@@ -301,13 +284,30 @@ def remarks(job: Job, gpus: int, asked: Collection[str] = ()) -> tuple[str, ...]
         SCALE: even and gpus > _FEW and not uneven_by_hand,
         IDLE_STACK: "stack" in asked and not cluster.gpu.stack,
         ADAPTERS: work.lora is not None,
-        DIVIDED_EXPERTS: experts and work.experts_apart,
-        WHOLE_EXPERTS: experts and not work.experts_apart,
-        CONTEXT: work.cp > 1,
+        _off("experts"): experts,
+        _off("context"): work.cp > 1,
+        _off("narrow"): work.narrow is not None,
         PIPELINED: work.pp > 1 and _reduces_often(job.strategy),
     }
     lacks = [f"{WHAT_IF}{job.stack.name} has {text}" for text in job.lacks()]
-    return (*lacks, *(text for text, holds in holding.items() if holds))
+    return (*lacks, *(text for text, holds in holding.items() if text and holds))
+
+
+def is_how_far_off(note: str) -> bool:
+    """Whether a note says how far off predictions of a kind were."""
+    return note == ADAPTERS or note.endswith(OFF)
+
+
+def _off(kind: str) -> str:
+    """How far off predictions of published runs of a kind were; empty where none is known."""
+    errors = error_model().kinds.get(kind)
+    if errors is None:
+        return ""
+    runs, sources = counted(errors.runs, "published run"), counted(errors.sites, "source")
+    return (
+        f"{KIND_WORDS[kind]}: predictions of {runs} of {sources}, left out of the fit, are"
+        f" {errors.mean:.0%} {OFF}"
+    )
 
 
 def _reduces_often(strategy: Strategy) -> bool:
@@ -324,7 +324,7 @@ def alike(notes: Iterable[Sequence[str]]) -> list[str]:
 
 def is_alike(note: str) -> bool:
     """Whether many results may have it: it says nothing of one alone."""
-    return note in _ALIKE or note.startswith((BATCH_OF, WHAT_IF))
+    return note in _ALIKE or is_how_far_off(note) or note.startswith((BATCH_OF, WHAT_IF))
 
 
 def lacking(notes: Iterable[Sequence[str]]) -> list[str]:

@@ -226,8 +226,8 @@ class Question(Mesh):
     )
     interval: Thoroughness = option(
         "quick",
-        "How the 90 % interval is found: quick (no further simulation) or full (with every"
-        " uncertain constant moved, where there are any).",
+        "How the 90 % interval is found: quick (no further simulation) or full (on a probed"
+        " cluster, with its speeds moved).",
         "simulation",
     )
 

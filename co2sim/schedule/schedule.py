@@ -225,7 +225,8 @@ class Gemm:
 
     There are `count` calls, which may be a fraction, of `batch` products each. Those of a `narrow`
     type, fp8 or fp4, have results of `result` bytes an element (0: `width`); it may also be one of
-    16 or 32 bits, other than that of most products.
+    16 or 32 bits, other than that of most products. A `grouped` one is of experts, each with its
+    own rows.
     """
 
     rows: int
@@ -236,6 +237,7 @@ class Gemm:
     count: float = 1.0
     narrow: str = ""
     result: Bytes = 0.0
+    grouped: bool = False
 
     @property
     def flops(self) -> Flops:

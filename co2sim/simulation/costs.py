@@ -660,7 +660,9 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
         products = sum(
             [
                 math.hypot(
-                    product.flops / (_narrow(product, gpu, times) if product.narrow else wide),
+                    product.flops
+                    / (_narrow(product, gpu, times) if product.narrow else wide)
+                    / (times.grouped if product.grouped else 1.0),
                     product.bytes / memory,
                 )
                 for product in kernels.products

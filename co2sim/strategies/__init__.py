@@ -41,7 +41,6 @@ class Strategy(Protocol):
     It may say more about itself, see `says`:
 
     - `shares`: what its replicas share: nothing, (optimizer) states, parameters, or steps;
-    - `exchanges`: what they send: gradients, parameters, quantized (both) or averages;
     - `divides_experts`: whether it combines with these; `offloads`: what it can have on hosts;
     - `divides_layers`, `has_stages`: whether a plan tries it with `tp` and `cp`, and with `pp`.
     """

@@ -49,7 +49,6 @@ class CO2:
 
     name: ClassVar[str] = "co2"
     shares: ClassVar[str] = "steps"
-    exchanges: ClassVar[str] = "averages"
 
     tau: int | Auto = "auto"
     delay: int | Auto = "auto"
@@ -136,7 +135,6 @@ class PublishedCO2:
 
     name: ClassVar[str] = "co2.published"
     shares: ClassVar[str] = "steps"
-    exchanges: ClassVar[str] = "averages"
 
     tau: int = 12
     staleness: int = 1

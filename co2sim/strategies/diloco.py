@@ -36,7 +36,6 @@ class DiLoCo:
 
     name: ClassVar[str] = "diloco"
     shares: ClassVar[str] = "steps"
-    exchanges: ClassVar[str] = "averages"
 
     tau: int = 500
     fragments: int = 1

@@ -343,11 +343,6 @@ class FSDP:
     clip: bool = True
     version: int = 2
 
-    @property
-    def exchanges(self) -> str:
-        """Gradients alone where nothing is divided."""
-        return "gradients" if self.shard == 1 else "parameters"
-
     def __post_init__(self) -> None:
         """Refuse groups that share nothing."""
         if not isinstance(self.reshard_after_forward, bool):

@@ -27,7 +27,6 @@ class _Averaging:
 
     name: ClassVar[str]
     shares: ClassVar[str] = "steps"
-    exchanges: ClassVar[str] = "averages"
     outer: ClassVar[int]
     kept: ClassVar[int] = 0
 

@@ -42,7 +42,6 @@ class Zero1:
 
     name: ClassVar[str] = "zero1"
     shares: ClassVar[str] = "states"
-    exchanges: ClassVar[str] = "gradients"
     divides_layers: ClassVar[bool] = True
     has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
@@ -110,7 +109,6 @@ class DDP:
 
     name: ClassVar[str] = "ddp"
     shares: ClassVar[str] = "nothing"
-    exchanges: ClassVar[str] = "gradients"
     divides_layers: ClassVar[bool] = True
     has_stages: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
@@ -159,7 +157,6 @@ class Zero3:
 
     name: ClassVar[str] = "zero3"
     shares: ClassVar[str] = "parameters"
-    exchanges: ClassVar[str] = "parameters"
     divides_layers: ClassVar[bool] = True
     offloads: ClassVar[tuple[str, ...]] = ("optimizer", "parameters")
 
@@ -233,7 +230,6 @@ class Zero2:
 
     name: ClassVar[str] = "zero2"
     shares: ClassVar[str] = "states"
-    exchanges: ClassVar[str] = "gradients"
     divides_layers: ClassVar[bool] = True
     divides_experts: ClassVar[bool] = True
     offloads: ClassVar[tuple[str, ...]] = ("optimizer",)

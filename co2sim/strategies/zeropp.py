@@ -79,11 +79,6 @@ class ZeroPP:
     gathers: int = 1
     chunks: int = 1
 
-    @property
-    def exchanges(self) -> str:
-        """Whether what is sent is quantized."""
-        return "quantized" if self.qwz or self.qgz else "parameters"
-
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
         check_budget(self)

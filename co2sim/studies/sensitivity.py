@@ -10,7 +10,6 @@ from co2sim.common.errors import Co2simError
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.failures import PARTS
 from co2sim.prediction import driver
-from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.choose import choose_batch
 from co2sim.prediction.measure import rates
 from co2sim.prediction.predict import at_speed, step_time
@@ -21,7 +20,7 @@ from co2sim.strategies.co2 import has_auto_options
 from co2sim.strategies.local import LocalSteps
 from co2sim.studies.candidates import Candidate, Objective
 from co2sim.studies.grid import display_name, offer_name, strategy_title
-from co2sim.studies.targets import Axis, axis_of
+from co2sim.studies.targets import Axis, axis_of, replaced
 
 _REACH = 10.0
 """How far bandwidths are searched: from a tenth to ten times what is there."""

@@ -12,7 +12,6 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.progress import Done
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
-from co2sim.prediction.calibrations import value_at
 from co2sim.prediction.counted import counted_failures
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -20,7 +19,7 @@ from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor
 from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse
 from co2sim.studies.sensitivity import moved
-from co2sim.studies.targets import Axis, End, Target, View
+from co2sim.studies.targets import Axis, End, Target, View, value_at
 
 Figure: TypeAlias = Callable[[float], float | None]
 """A figure at a value of the axis; None where there is none."""

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from co2sim.common.errors import Co2simError, OptionError, UnitError, nearest
 from co2sim.common.units import Unit, duration, number, parse, parse_price, scaled
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import Cluster
-from co2sim.prediction.calibrations import replaced
 from co2sim.prediction.intervals import efficiency_ends, error_model
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
@@ -20,6 +19,8 @@ from co2sim.prediction.totals import DAY
 from co2sim.strategies import parse as parse_strategy
 from co2sim.strategies import strategy_options
 from co2sim.studies.grid import with_change
+
+T = TypeVar("T")
 
 End: TypeAlias = Literal["predicted", "low", "high"]
 """Of a figure: as predicted, or where tokens/s are at an end of their 90 % interval."""
@@ -441,6 +442,31 @@ class Axis:
         if self.unit == "s":
             return duration(value) if value < _MINUTE else f"{number(value / _DAY)} days"
         return scaled(value, self.unit) if self.unit else number(value)
+
+
+def replaced(thing: T, path: str, value: float) -> T:
+    """A copy of a frozen dataclass with the value at a dotted path replaced.
+
+    An efficiency that is a table becomes the same at every size.
+    """
+    first, _, rest = path.partition(".")
+    if not is_dataclass(thing) or first not in {field.name for field in fields(thing)}:
+        raise OptionError(f"{type(thing).__name__} has no {first!r}")
+    old = getattr(thing, first)
+    new: Any = replaced(old, rest, value) if rest else value
+    if isinstance(old, tuple):
+        new = tuple((size, value) for size, _ in old)
+    return replace(thing, **{first: new})  # type: ignore[type-var]
+
+
+def value_at(cluster: Cluster, path: str) -> float | None:
+    """The number at a dotted path, of a table the first; None where the cluster has none."""
+    value: Any = cluster
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, tuple):
+        value = value[0][1] if value else None
+    return None if value is None else float(value)
 
 
 def axis_of(case: Question, path: str, low: str | None = None, high: str | None = None) -> Axis:

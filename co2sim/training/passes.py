@@ -232,7 +232,8 @@ class Passes(Framework):
     def _of_tensors(self, block: Block, which: Pass) -> TensorParallelCollectives:
         """Of one pass: inputs gathered and outputs summed; a backward pass the other way round.
 
-        With `overlap_tensor` products work on parts of their operands while others are exchanged.
+        With `overlap_tensor` products work on parts of their operands while others are exchanged,
+        where ranks divide the sequence between them (Megatron-LM, arguments.py, tp_comm_overlap).
         With `keep_gathered` a backward pass finds the operands of products as they were gathered.
         """
         wanted = [op for op in block.of(TensorExchange) if which != "recompute" or op.again.kernels]
@@ -240,7 +241,8 @@ class Passes(Framework):
         if which == "backward":
             inputs, outputs = outputs, inputs
         loss = () if which == "backward" else self._of_loss(block, again=which == "recompute")
-        if not any(op.sequence for op in block.of(TensorExchange)):
+        divided = any(op.sequence for op in block.of(TensorExchange))
+        if not divided:
             sums = self._all(Kind.ALL_REDUCE, [op for op in outputs if not op.gathers])
             parts = self._all(Kind.ALL_GATHER, [op for op in outputs if op.gathers])
             made = TensorParallelCollectives(behind=(*sums, *parts))
@@ -251,7 +253,7 @@ class Passes(Framework):
                 () if self.keep_gathered else gathered,
                 self._all(Kind.REDUCE_SCATTER, outputs),
             )
-        if self.overlap_tensor:
+        if self.overlap_tensor and divided:
             beside = (*made.before, *made.beside, *made.behind)
             made = TensorParallelCollectives(beside=beside)
         return replace(made, behind=(*made.behind, *loss))

@@ -20,6 +20,7 @@ not known of a strategy of a user's own."""
 Overhead = Annotated[float, Quantity(unit="s", least=0, most=0.1)]
 Sustained = Annotated[float, Quantity(least=0.01, most=1)]
 Misfit = Annotated[float, Quantity(least=0, most=10)]
+Waiting = Annotated[float, Quantity(least=0, most=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,12 @@ class Setting:
 
     `gpu` is the generation, `divided` tp x pp, and `tokens` those of a pass on a GPU. `network` is
     the speed between nodes in bit/s a GPU, 0 on one node. `kernels` names precision, attention and
-    recomputation, empty for a published run. `misfit` is by how much the logarithm of its
-    throughput is off with the stack that it calibrated.
+    recomputation, empty for a published run. `exposed` is the share of a round that waits for
+    communication, `host` what the host needs to issue passes over what the GPU needs for them.
+    `experts`, `context` and `narrow` say whether its model has experts, whether ranks divide
+    sequences, and whether products are in fp8 or below; `strange` that nothing is published of its
+    GPU. `misfit` is by how much the logarithm of its throughput is off with the stack that it
+    calibrated.
     """
 
     gpu: str
@@ -40,6 +45,13 @@ class Setting:
     tokens: Multiple
     network: float = 0.0
     kernels: str = ""
+    nodes: Count = 1
+    exposed: Waiting = 0.0
+    host: Waiting = 0.0
+    experts: bool = False
+    context: bool = False
+    narrow: bool = False
+    strange: bool = False
     misfit: Misfit = 0.0
 
     def __post_init__(self) -> None:
@@ -96,7 +108,8 @@ class Stack(Framework):
 
     `flash` names its implementation of flash attention, as files of GPUs do. Its elementwise
     kernels move `elementwise` times the least memory traffic, and its host needs `call_overhead`
-    to issue an operation. `kernels` are fitted constants by the generation or the name of a GPU,
+    to issue an operation. Products of experts run at the fraction `grouped` of the speed of others.
+    `kernels` are fitted constants by the generation or the name of a GPU,
     where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
     that all passes attain, where no more was published. `plan` leaves each of the ranks that divide
     sequences `context_tokens` of one at least, unless it is asked for other numbers.
@@ -115,6 +128,7 @@ class Stack(Framework):
     flash: Flash
     elementwise: Factor
     call_overhead: Overhead
+    grouped: Fraction = 1.0
     context_tokens: Count = CONTEXT_TOKENS
     runs: tuple[Runs, ...] = ()
     precisions: tuple[str, ...] = ()
@@ -211,6 +225,7 @@ class Stack(Framework):
             attention_backward=speed.backward / speed.forward if speed else 1.0,
             call_overhead=self.call_overhead,
             narrow_efficiency=(products.narrow or products.efficiency) * products.sustained,
+            grouped=self.grouped,
         )
         return replace(gpu, kernels=times, stack=self.name)
 

@@ -157,8 +157,6 @@ LONGEST = 60
 
 COMMAND_LINES = {
     ("analysis/cli/convergence.py", "tau"),
-    ("analysis/cli/published.py", "runs"),
-    ("analysis/cli/published.py", "validate_command"),
     ("analysis/cli/measured.py", "lab"),
 }
 """Functions that may be longer: an argument for every option, with its help."""

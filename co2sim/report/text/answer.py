@@ -347,7 +347,7 @@ def _like_it(case: Question, r: Result) -> list[str]:
     near = nearest(case, r, 1)[0]
     run = near.run
     text = f"{run.model}, {run.gpus:,} {run.gpu}, {run.strategy}: {near.compared}"
-    about = [note.partition("; all of")[0] for note in r.notes if note in notes.HOW_FAR_OFF]
+    about = [note for note in r.notes if notes.is_how_far_off(note)]
     if about:
         return [text, *about]
     kind = shares(r.strategy)
@@ -359,11 +359,12 @@ def _like_it(case: Question, r: Result) -> list[str]:
 
 def _own_notes(r: Result) -> list[str]:
     """What else is said of a result: what was chosen for it first."""
-    told = (*notes.HOW_FAR_OFF, notes.FASTEST)
     beside = [
         note
         for note in notes.alike([r.notes])
-        if note not in told and not note.startswith((notes.BATCH_OF, notes.WHAT_IF))
+        if note != notes.FASTEST
+        and not notes.is_how_far_off(note)
+        and not note.startswith((notes.BATCH_OF, notes.WHAT_IF))
     ]
     own = [note for note in notes.own(r.notes) if not note.startswith(notes.ONE_SITE)]
     return [*own, *beside]

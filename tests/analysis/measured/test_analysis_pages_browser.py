@@ -9,7 +9,6 @@ from simulated_record import measured, more_latency, slower_network
 from test_analysis_pages import EVIL, compared, invented, text_of, validated
 
 from analysis.measured.comparison import compare
-from analysis.published.report import brief_report
 from co2sim.report.html import Page, PageSection, from_markdown, render
 from co2sim.report.text.screen import Screen
 from co2sim.simulation.noise import Noise
@@ -46,7 +45,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     prose = [PageSection("prose", "Prose", text=from_markdown(PROSE, deeper=1))]
     texts = {
         "compare": text_of(runs),
-        "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),
+        "validate": validated(invented("co2", "zeropp", "zeropp-volume")),
         "prose": render(
             Page(screen=Screen(answer=["Yes."]), sections=prose, commands=["x " * 300])
         ).decode(),

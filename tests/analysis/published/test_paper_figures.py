@@ -36,7 +36,7 @@ def drawn() -> Drawn:
     known |= {
         cell: replace(row, low=0.9 * row.predicted, high=1.2 * row.predicted)
         for cell, row in known.items()
-        if cell.group
+        if not cell.source.endswith("-volume")
     }
     return paper_figures(PAPERS, predicted=known)
 

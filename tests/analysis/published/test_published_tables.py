@@ -56,7 +56,7 @@ def test_a_table_in_each_format_is_read_and_predicted(
     cells = from_csv(written(tmp_path, text), "check")
     assert len({cell.name for cell in cells}) == len(cells) == count
     for cell in cells:
-        assert 0 < predict(cell, fast=True) < math.inf
+        assert 0 < predict(cell) < math.inf
 
 
 def test_a_row_of_fsdp_is_the_run_that_it_describes(fsdp: list[Cell]) -> None:
@@ -80,8 +80,8 @@ def test_ratios_are_of_rows_that_differ_in_gpus_only(tmp_path: Path, fsdp: list[
     assert ratio.source == RATIOS
     assert (ratio.over[0].gpus, ratio.setup.gpus) == (16, 64)
     assert ratio.published == pytest.approx(3e6 / 64 / (0.8e6 / 16))
-    many, few = (predict(cell, fast=True) / cell.setup.gpus for cell in (fsdp[1], fsdp[0]))
-    assert predict(ratio, fast=True) == pytest.approx(many / few)
+    many, few = (predict(cell) / cell.setup.gpus for cell in (fsdp[1], fsdp[0]))
+    assert predict(ratio) == pytest.approx(many / few)
     head, first, second, *_ = FSDP.splitlines()
     other = second.replace(",4,1,256,", ",8,1,512,")
     path = written(tmp_path, f"{head}\n{first}\n{other}")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,40 +11,42 @@ from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from one_sample import simulate
 
 from analysis.published import run_errors, stack_fit
 from analysis.published.cells import cell_of_run
 from analysis.published.predict import CellPrediction
 from analysis.published.runs import TrainingRun, training_runs
-from analysis.published.stack_fit import SHARED, Linear
-from co2sim.catalog import load_model, load_stack, names
+from analysis.published.stack_fit import SHARED, Linear, generation
+from co2sim.catalog import load_stack, names
 from co2sim.common.errors import CatalogError
+from co2sim.models.operators import NARROW
 from co2sim.prediction import driver
 from co2sim.prediction.intervals import (
-    CONTEXT_ERROR,
-    CONTEXT_RUNS,
-    CONTEXT_TORCHTITAN,
-    EXPERT_ERROR,
-    EXPERT_RUNS,
+    KIND_WORDS,
     ErrorModel,
     ScalingErrors,
-    Situation,
     error_model,
+    parts_of,
 )
 from co2sim.prediction.question import OPEN_BATCH, Question
 from co2sim.prediction.result import memory_fit
+from co2sim.training.stack import Setting
 
 EVERY = training_runs()
-RUNS = [run for run in EVERY if run.headline]
+RUNS = [run for run in EVERY if run.is_counted]
 NAMES = [one.name for one in SHARED]
+RESULT = simulate("dgx-h100", "gpt2-small", "ddp", gpus=8)
+PLAIN = Setting(gpu="H100", gpus=8, parameters=1e9, shares="states", divided=1, tokens=1e4)
 
 
 def linear(errors: dict[str, float], slope: float = -1.0) -> Linear:
     """Around the priors, of all runs, whose errors by source depend on the first number alone."""
     slopes = np.zeros((len(RUNS), len(SHARED)))
     slopes[:, 0] = slope
-    found = np.array([errors.get(run.paper, 0.0) for run in RUNS])
-    return Linear(tuple(RUNS), {one.name: one.prior for one in SHARED}, found, slopes)
+    found = np.array([errors.get(run.site, 0.0) for run in RUNS])
+    settings = tuple(replace(PLAIN, gpus=run.gpus) for run in RUNS)
+    return Linear(tuple(RUNS), settings, {one.name: one.prior for one in SHARED}, found, slopes)
 
 
 def test_every_number_is_of_some_run_and_every_run_has_some() -> None:
@@ -52,7 +55,8 @@ def test_every_number_is_of_some_run_and_every_run_has_some() -> None:
         assert any(one.holds_for(run) for run in RUNS), one.name
     for run in RUNS:
         paths = [one.path for one in SHARED if one.holds_for(run)]
-        assert len(paths) == len(set(paths)) == 6, run
+        more = generation(run) in {gpu for one in SHARED for gpu in one.gpus}
+        assert len(paths) == len(set(paths)) == 5 + more + stack_fit.routes(run), run
 
 
 def test_every_stack_of_the_catalog_has_fitted_numbers() -> None:
@@ -65,7 +69,7 @@ def test_every_stack_of_the_catalog_has_fitted_numbers() -> None:
 
 def test_common_errors_are_fitted_away() -> None:
     """All runs 8 % too fast, and a number whose growth makes them slower: it grows."""
-    found = linear(dict.fromkeys({run.paper for run in RUNS}, 0.08)).without(None)
+    found = linear(dict.fromkeys({run.site for run in RUNS}, 0.08)).without(None)
     assert math.log(found[NAMES[0]] / SHARED[0].prior) == pytest.approx(0.08, abs=0.01)
     assert found[NAMES[1]] == pytest.approx(SHARED[1].prior, rel=1e-3)
 
@@ -73,7 +77,7 @@ def test_common_errors_are_fitted_away() -> None:
 @given(st.floats(-0.5, 0.5))
 def test_a_source_that_is_left_out_changes_nothing(error: float) -> None:
     """Whatever its own errors are."""
-    others = dict.fromkeys({run.paper for run in RUNS}, 0.05)
+    others = dict.fromkeys({run.site for run in RUNS}, 0.05)
     one, other = (linear({**others, "nanotron": e}).without("nanotron") for e in (0.0, error))
     assert one == other
 
@@ -83,7 +87,7 @@ def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = stack_fit.record()
     (tmp_path / stack_fit.RECORD).write_text(stack_fit.written(found))
     assert stack_fit.record(tmp_path) == found
-    assert set(found.left_out) == {run.paper for run in RUNS}
+    assert set(found.left_out) == {run.site for run in RUNS}
     with pytest.raises(CatalogError, match=stack_fit.RECORD):
         stack_fit.record(tmp_path / "none")
 
@@ -94,23 +98,42 @@ def test_the_catalog_states_what_was_fitted() -> None:
         assert path.read_bytes() == content, path
 
 
+def drawn(chance: np.random.Generator, sites: int) -> list[run_errors.Left]:
+    """Errors of 12 runs of each site, which share 0.15, and 0.3 more where there are experts."""
+    made = []
+    for site in range(sites):
+        run = RUNS[0].changed(paper=str(site), site=str(site))
+        shared, experts = chance.normal(0, 0.15), chance.normal(0, 0.3)
+        for index in range(12):
+            setting = replace(PLAIN, parameters=1e9 * 16**index, experts=index % 2 == 0)
+            error = shared + experts * setting.experts + chance.normal(0, 0.05)
+            made.append(run_errors.Left(run, RESULT, setting, error))
+    return made
+
+
 @pytest.mark.parametrize("seed", [4, 5])
 def test_the_model_of_errors_finds_how_errors_were_made(seed: int) -> None:
-    """Errors of any run and of exposed time, with heavy tails; nine of ten new ones are covered."""
+    """What sites share, and what runs of a kind do; nine of ten of new sites are covered."""
     chance = np.random.default_rng(seed)
+    model = run_errors.likeliest(drawn(chance, 60))
+    assert model.shared["experts"] == pytest.approx(0.3, rel=0.35)
+    assert math.hypot(model.shared["site"], model.near) == pytest.approx(0.16, rel=0.35)
+    rows = drawn(chance, 300)
+    inside = [abs(row.error) <= model.reach(row.setting) for row in rows]
+    assert np.mean(inside) == pytest.approx(0.9, abs=0.04)
 
-    def drawn(count: int) -> tuple[list[Situation], NDArray[np.float64]]:
-        shares = chance.uniform(0, 0.8, count)
-        some = [Situation(exposed=one, nodes=1, divided=1, host=0.0) for one in shares]
-        return some, np.hypot(0.05, 0.3 * shares) * chance.standard_t(5, count)
 
-    situations, errors = drawn(3000)
-    found, factor = run_errors.likeliest([each.parts for each in situations], errors, np.ones(3000))
-    assert found["any"] == pytest.approx(0.05, rel=0.15)
-    assert found["exposed"] == pytest.approx(0.3, rel=0.15)
-    model, (situations, errors) = ErrorModel(found, factor, ()), drawn(3000)
-    inside = np.abs(errors) <= [model.reach(one) for one in situations]
-    assert inside.mean() == pytest.approx(0.9, abs=0.025)
+@given(st.floats(0.02, 0.3), st.floats(0.02, 0.3), st.floats(0.02, 0.3))
+def test_a_measured_run_tells_nothing_of_what_it_does_not_have(
+    site: float, own: float, experts: float
+) -> None:
+    """A dense run leaves the spread of experts as it was, and one of experts makes it less."""
+    shared = dict.fromkeys(parts_of(PLAIN), 0.0) | {"site": site, "experts": experts}
+    model = ErrorModel(shared, 0.0, own, 1.645)
+    asked = replace(PLAIN, experts=True)
+    left = model.variance(asked, [PLAIN])
+    assert left == pytest.approx(site**2 * own**2 / (site**2 + own**2) + experts**2 + own**2)
+    assert model.variance(asked, [asked]) < left <= model.variance(asked)
 
 
 @pytest.mark.parametrize("seed", [6, 7])
@@ -125,7 +148,7 @@ def test_the_error_of_ratios_is_found_again_and_covers_new_ones(seed: int) -> No
 
     ratios, nodes, there = drawn(4000)
     parts = [ScalingErrors.parts(r, int(n)) for r, n in zip(ratios, nodes, strict=True)]
-    found, factor = run_errors.likeliest(parts, np.log(ratios / there), np.ones(4000))
+    found, factor = run_errors._lossy(parts, np.log(ratios / there), np.ones(4000))
     assert found["lost"] == pytest.approx(0.1, rel=0.1)
     errors = ScalingErrors(**found, factor=factor, runs=4000)
     ratios, nodes, there = drawn(4000)
@@ -139,10 +162,10 @@ def test_the_error_of_ratios_is_found_again_and_covers_new_ones(seed: int) -> No
 def test_ratios_are_of_one_job_on_two_numbers_of_gpus() -> None:
     """Nothing but GPUs and micro-steps differs; what both are off by is in no ratio."""
     known = [run for run in RUNS if run.paper in {"atorch", "torchtitan_h100"}]
-    values = [stack_fit.record().left_out[run.paper] for run in known]
+    values = [stack_fit.record().left_out[run.site] for run in known]
     results = stack_fit.predictions(known, values, 1, "predicting")
     pairs = run_errors.scalings(known, results)
-    assert len(pairs) == 14
+    assert len(pairs) == 15
     twice = [
         run.changed(tokens_per_s_per_gpu=2 * run.tokens_per_s_per_gpu)  # type: ignore[operator]
         for run in known
@@ -158,7 +181,7 @@ def test_ratios_are_of_one_job_on_two_numbers_of_gpus() -> None:
 @pytest.mark.nightly
 def test_the_coverage_of_ratios_is_that_of_the_docs() -> None:
     """Of all published ratios, their source left out of the fit and of the interval."""
-    values = [stack_fit.record().left_out[run.paper] for run in RUNS]
+    values = [stack_fit.record().left_out[run.site] for run in RUNS]
     rows = run_errors.compared_scalings(RUNS, stack_fit.predictions(RUNS, values, 1, "predicting"))
     inside = np.mean([row.low <= row.published <= row.high for row in rows])
     text = Path("docs/stacks.md").read_text("utf-8")
@@ -170,7 +193,7 @@ def test_the_coverage_of_ratios_is_that_of_the_docs() -> None:
 def test_intervals_of_a_source_do_not_know_it(tmp_path: Path) -> None:
     """Each source has a model of its own, and it is read as it was written."""
     models = run_errors.recorded_models()
-    assert set(models) == {run.paper for run in RUNS}
+    assert set(models) == {run.site for run in RUNS}
     path, content = run_errors.models_file(models, tmp_path)
     path.write_bytes(content)
     assert run_errors.recorded_models(tmp_path) == models
@@ -182,44 +205,29 @@ def test_intervals_of_a_source_do_not_know_it(tmp_path: Path) -> None:
 def test_the_errors_of_a_source_change_nothing_in_its_own_model() -> None:
     """Made again from predictions that are ten times too fast for one source."""
     known = [run for run in RUNS if run.paper in {"tinyllama", "hf_accelerate", "llama3_paper"}]
-    values = [stack_fit.record().left_out[run.paper] for run in known]
+    values = [stack_fit.record().left_out[run.site] for run in known]
     results = stack_fit.predictions(known, values, 1, "predicting")
     wrong = [
         run.model_copy(update={"tokens_per_s_per_gpu": 1.0}) if run.paper == "tinyllama" else run
         for run in known
     ]
-    before = run_errors.models_without(known, results)
-    after = run_errors.models_without(wrong, results)
-    assert before["tinyllama"].deviations == after["tinyllama"].deviations
-    assert before["llama3_paper"].deviations != after["llama3_paper"].deviations
+    before = run_errors.models_without(run_errors.left(known, results))
+    after = run_errors.models_without(run_errors.left(wrong, results))
+    assert before["tinyllama"].shared == after["tinyllama"].shared
+    assert before["llama3_paper"].shared != after["llama3_paper"].shared
 
 
-@pytest.mark.nightly
-def test_the_error_with_context_parallelism_is_that_of_its_published_runs() -> None:
-    """What an answer with `--cp` says is what predictions of such runs give."""
-    known = [run for run in EVERY if run.unfitted and run.case().cp > 1]
-    record = stack_fit.record()
-    values = [record.left_out.get(run.paper, record.values) for run in known]
-    found = stack_fit.predictions(known, values, 1, "")
-    errors = [abs(row.error) for row in run_errors.compared(known, found)]
-    own = [one for run, one in zip(known, errors, strict=True) if run.paper == "torchtitan_h100"]
-    assert len(errors) == CONTEXT_RUNS
-    assert math.fsum(errors) / len(errors) == pytest.approx(CONTEXT_ERROR, abs=0.005)
-    assert math.fsum(own) / len(own) == pytest.approx(CONTEXT_TORCHTITAN, abs=0.005)
-
-
-@pytest.mark.nightly
-def test_the_error_of_mixtures_of_experts_is_that_of_their_published_runs() -> None:
-    """What an answer says of them is what predictions of them give, and all divide the experts."""
-    known = [run for run in EVERY if run.unfitted]
-    experts = [run for run in known if run.case().ep > 1]
-    found = stack_fit.predictions(experts, [stack_fit.record().values] * len(experts), 1, "")
-    errors = [abs(row.error) for row in run_errors.compared(experts, found)]
-    assert len(errors) == EXPERT_RUNS
-    assert math.fsum(errors) / len(errors) == pytest.approx(EXPERT_ERROR, abs=0.005)
-    whole = [run for run in known if run.case().ep == 1]
-    models = [load_model(run.case().model).value for run in whole]
-    assert all(one.active_parameters == one.parameters for one in models)
+def test_the_catalog_says_of_each_kind_how_many_runs_and_sites_there_are() -> None:
+    """Experts, divided sequences, and fp8 or below."""
+    of_kind = {
+        "experts": [run for run in RUNS if stack_fit.routes(run)],
+        "context": [run for run in RUNS if run.cp > 1],
+        "narrow": [run for run in RUNS if run.precision in NARROW],
+    }
+    assert set(of_kind) == set(KIND_WORDS)
+    for name, some in of_kind.items():
+        known = error_model().kinds[name]
+        assert (known.runs, known.sites) == (len(some), len({run.site for run in some})), name
 
 
 def test_the_errors_of_the_catalog_are_of_all_sources() -> None:
@@ -241,7 +249,7 @@ def test_a_source_is_predicted_without_itself(
 
     def seen(run: TrainingRun, values: stack_fit.Values) -> dict[str, str]:
         asked.append(run)
-        assert values == stack_fit.record().left_out[run.paper]
+        assert values == stack_fit.record().left_out[run.site]
         return true(run, values)
 
     monkeypatch.setattr(stack_fit, "overrides", seen)
@@ -404,7 +412,7 @@ def test_what_auto_takes_is_never_said_not_to_fit() -> None:
 @pytest.mark.nightly
 def test_runs_that_ran_are_not_said_not_to_fit() -> None:
     """At the worst they may not fit, but for 1 %: three of Megatron Bridge and DeepSpeed are."""
-    values = [stack_fit.record().left_out[run.paper] for run in RUNS]
+    values = [stack_fit.record().left_out[run.site] for run in RUNS]
     results = stack_fit.predictions(RUNS, values, 1, "predicting")
     wrong = [one for one in results if one.memory_fit == "does not fit"]
     assert len(wrong) <= 0.01 * len(results)
@@ -427,7 +435,7 @@ def test_larger_runs_are_predicted_from_the_smallest(co2analysis: Command) -> No
     found = run_errors.further_runs([run for run in every if run.headline], left_out, 1)
     assert {one.run.gpus for one in found} == {128}
     runs = [one.run for one in found]
-    plain = stack_fit.predictions(runs, [left_out[run.paper] for run in runs], 1, "predicting")
+    plain = stack_fit.predictions(runs, [left_out[run.site] for run in runs], 1, "predicting")
     before, after = (
         abs(stack_fit.log_errors(runs, results)).mean()
         for results in (plain, [one.result for one in found])
@@ -443,17 +451,36 @@ def test_larger_runs_are_predicted_from_the_smallest(co2analysis: Command) -> No
     printed = json.loads(
         co2analysis("runs", "--own", "--source", "torchtitan_h100", "--jobs", "1", "--json").out
     )
-    assert [row["run"] for row in printed] == [one.run.id for one in found]
+    assert {one.run.id for one in found} <= {row["run"] for row in printed}
 
 
 @pytest.mark.slow
-def test_runs_that_enter_no_fit_are_predicted_apart(co2analysis: Command) -> None:
-    """Those in fp8 and below, and of experts, of which none counts in figures of errors."""
-    unfitted = {(run.paper, run.id) for run in EVERY if run.unfitted}
-    assert not unfitted & {(run.paper, run.id) for run in EVERY if run.headline}
-    given = ("--source", "trainy_h200", "--jobs", "1", "--json")
-    rows = json.loads(co2analysis("runs", "--unfitted", *given).out)
+def test_runs_in_fp8_count_and_have_an_interval(co2analysis: Command) -> None:
+    """Those of a source that has no others."""
+    rows = json.loads(co2analysis("runs", "--source", "trainy_h200", "--jobs", "1", "--json").out)
     assert [row["run"] for row in rows] == [38, 39]
     assert {row["precision"] for row in rows} == {"fp8"}
     for row in rows:
         assert row["low"] < row["predicted_tokens_per_s_per_gpu"] < row["high"]
+
+
+def test_a_baseline_does_not_know_its_site() -> None:
+    """Half of the peak has no error of its own; the best share of the peak is that of others."""
+    chance = np.random.default_rng(3)
+    rows = drawn(chance, 5)
+    simple = run_errors.baselines(rows)
+    half = 0.5 * RESULT.tokens_per_s_per_gpu / RESULT.mfu
+    assert {rule.half for rule in simple} == {half}
+    wrong = [replace(row, error=row.error + 1) if row.run.site == "0" else row for row in rows]
+    again = run_errors.baselines(wrong)
+    of_site = [index for index, row in enumerate(rows) if row.run.site == "0"]
+    assert [again[i].single for i in of_site] == [simple[i].single for i in of_site]
+
+
+def test_a_kind_on_which_a_baseline_is_better_is_named() -> None:
+    """Predictions that are twice too fast, of half of the peak that is right."""
+    row = run_errors.Left(RUNS[0].changed(tokens_per_s_per_gpu=100.0), RESULT, PLAIN, math.log(2))
+    rows = [replace(row, run=row.run.changed(site=str(n % 4))) for n in range(12)]
+    simple = [run_errors.Baselines(half=100.0, single=300.0)] * 12
+    assert run_errors.beaten(rows, simple) == [f"{run_errors.DENSE} (half)"]
+    assert run_errors.beaten(rows[:9], simple[:9]) == []

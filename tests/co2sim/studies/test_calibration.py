@@ -124,7 +124,7 @@ def test_a_profile_tells_products_from_other_kernels() -> None:
             abs(math.log(values[name] / TRUE[name])) for name in ("sustained", "elementwise")
         )
 
-    assert off(with_it) < 0.12 < off(without)
+    assert off(with_it) < 0.8 * off(without)
 
 
 def test_kernels_of_a_step_take_the_step_of_one_gpu() -> None:
@@ -187,7 +187,9 @@ def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
     (measured,) = load_stack(str(own)).value.measured
     cluster, model = replace(case, stack=str(own)).load()
     here = setting_of(cluster.value, model.value, result)
-    assert replace(measured, misfit=0.0, kernels="") == here
+    close = {name: pytest.approx(getattr(here, name), rel=1e-3) for name in ("exposed", "host")}
+    assert replace(measured, misfit=0.0, kernels="", exposed=here.exposed, host=here.host) == here
+    assert all(getattr(measured, name) == size for name, size in close.items())
     assert measured.misfit < 0.02
 
 
