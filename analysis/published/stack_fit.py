@@ -34,7 +34,7 @@ RECORD = "stack_fit.toml"
 
 _SITE, _NEAR, _OWN = 0.1, 0.08, 0.1
 """Standard deviations of what errors of a site share, of what those do that are near, and of each:
-about those that are then found (`run_errors.likeliest`). So many runs of a site that are all off
+about those that are then found (`run_errors.likeliest`). Runs of a site that are all off together
 say no more than a few, and how they differ says most."""
 _ROBUST = 1.5
 """Standard deviations from which on an error counts linearly, not squared."""

@@ -110,17 +110,20 @@ ERRORS = "errors.toml"
 
 
 KIND_WORDS = {"experts": "experts", "context": "divided sequences", "narrow": "fp8 and below"}
-"""Parts that are a kind of run, in words."""
+"""What parts that are a kind of run are called."""
 
 _MANY = 5
 """Sources of a kind from which on its spread is known."""
 
 
 def parts_of(setting: Setting) -> dict[str, float]:
-    """By how much each part counts of what the runs of a site share."""
+    """By how much each part counts of what the runs of a site share.
+
+    Exposed communication counts less and less: half of a round that waits as 3/8, all of it as 1/2.
+    """
     return {
         "site": 1.0,
-        "exposed": setting.exposed,
+        "exposed": setting.exposed * (1 - setting.exposed / 2),
         "nodes": math.log2(setting.nodes) / 10,
         "divided": math.log2(setting.divided) / 5,
         "host": setting.host**3,
@@ -133,7 +136,7 @@ def parts_of(setting: Setting) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindErrors:
-    """Published runs of a kind that a part of its own stands for, left out of the fit.
+    """Published runs of a kind that has its own part, left out of the fit.
 
     `mean` is that of absolute errors.
     """
@@ -265,7 +268,7 @@ class ErrorModel:
     scaling: ScalingErrors | None = None
 
     def covariance(self, here: Setting, there: Setting, apart: float) -> float:
-        """Of two runs of a site that are so far `apart`, but for what each has of its own."""
+        """Of two runs of a site that are so far `apart`, but for the part that is a run's own."""
         theirs = parts_of(there)
         common = (
             self.shared[name] ** 2 * size * theirs[name] for name, size in parts_of(here).items()
