@@ -391,7 +391,9 @@ class _Site:
         settings = [row.setting for row in rows]
         apart = [[distance(here, there) for there in settings] for here in settings]
         parts = np.array([[*parts_of(setting).values()] for setting in settings]).T
-        own, near = np.eye(len(rows)), np.exp(-np.array(apart))
+        # Distances skip what one run does not state, so that few eigenvalues may be below 0.
+        values, vectors = np.linalg.eigh(np.exp(-np.array(apart)))
+        own, near = np.eye(len(rows)), (vectors * np.maximum(values, 0.0)) @ vectors.T
         shared = [np.outer(part, part) for part in parts]
         return cls(np.array([row.error for row in rows]), np.array([own, near, *shared]))
 
