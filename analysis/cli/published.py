@@ -278,7 +278,8 @@ def runs(  # noqa: PLR0917 - one argument per option
 ) -> None:
     """Predict published training runs, each by what was fitted without its source.
 
-    Errors are predicted over published throughput, less 1.
+    Errors are predicted over published throughput, less 1. Without --source two rules that need no
+    simulator stand beside, and the command fails where one has smaller errors.
     """
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
@@ -304,7 +305,7 @@ def runs(  # noqa: PLR0917 - one argument per option
         if json_:
             print(json.dumps([*map(_plain_run, rows, predicted)], indent=2))
         else:
-            _print_runs(rows, predicted)
+            _print_runs(rows, predicted, beside_rules=not source)
 
 
 def _of_sources(
@@ -465,10 +466,19 @@ def _plain_run(left: "Left", row: "CellPrediction") -> dict[str, Any]:
     }
 
 
-def _print_runs(rows: Sequence["Left"], predicted: Sequence["CellPrediction"]) -> None:
-    """Errors by source and by kind, beside baselines; fails where one of these is better."""
+def _print_runs(
+    rows: Sequence["Left"], predicted: Sequence["CellPrediction"], *, beside_rules: bool
+) -> None:
+    """Errors by source; of all sources also by kind, beside baselines, of which none is better.
+
+    Raises Co2simError where one is.
+    """
     from analysis.published import run_errors  # noqa: PLC0415 - scipy
 
+    title = "errors of throughput, each source left out of the fit"
+    if not beside_rules:
+        _print_errors(title, predicted)
+        return
     simple = run_errors.baselines(rows)
     beside = [
         [
@@ -478,7 +488,7 @@ def _print_runs(rows: Sequence["Left"], predicted: Sequence["CellPrediction"]) -
         for name in ("half", "single")
     ]
     kinds = [run_errors.kind_of_run(row) for row in rows]
-    _print_errors("errors of throughput, each source left out of the fit", predicted, beside)
+    _print_errors(title, predicted, beside)
     _print_errors("the same by kind", predicted, beside, kinds)
     if worse := run_errors.beaten(rows, simple):
         raise Co2simError(f"a baseline has smaller errors on {', '.join(worse)}")
@@ -498,7 +508,9 @@ def _print_errors(
     names = list(dict.fromkeys(keys))
     columns = ["kind" if groups else "source", "runs", "mean error", "median error", "bias"]
     columns += ["worst"]
-    columns += ["in 90 % interval", "high / low", "half of peak", "one MFU"] if beside else []
+    intervals = rows[0].has_interval
+    columns += ["in 90 % interval", "high / low"] if intervals else []
+    columns += ["half of peak", "one MFU"] if beside else []
     lines = []
     for name in [*names, *(["all"] if len(names) > 1 else [])]:
         chosen = [index for index, key in enumerate(keys) if name in {key, "all"}]
@@ -507,7 +519,7 @@ def _print_errors(
             (
                 *(name, str(of.cells), f"{of.mape:.1%}", f"{of.median:.1%}"),
                 *(f"{of.median_bias:+.1%}", f"{of.worst.error:+.1%}"),
-                *((f"{of.inside:.0%}", f"{of.width:.2f}") if beside else ()),
+                *((f"{of.inside:.0%}", f"{of.width:.2f}") if intervals else ()),
                 *(f"{other.mape:.1%}" for other in others),
             )
         )

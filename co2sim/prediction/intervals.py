@@ -90,16 +90,21 @@ def distance(here: Setting, there: Setting) -> float:
     return far + _OTHER * (here.gpu != there.gpu) + _OTHER * (here.shares != there.shares)
 
 
+_MOST_MEASURED = 32
+"""Runs of a site whose errors are taken into account: work grows with their square."""
+
+
 def of_site(setting: Setting, measured: Sequence[Setting]) -> tuple[Setting, ...]:
     """Those of the runs that calibrated a stack whose errors are its errors, too.
 
-    None are on another GPU, or train local steps where it does not.
+    None are on another GPU, or train local steps where it does not. Of many the nearest count.
     """
-    return tuple(
+    some = (
         run
         for run in measured
         if run.gpu == setting.gpu and (run.shares == "steps") == (setting.shares == "steps")
     )
+    return tuple(sorted(some, key=lambda run: distance(setting, run))[:_MOST_MEASURED])
 
 
 # --- the model of errors --------------------------------------------------------------------------

@@ -484,3 +484,12 @@ def test_a_kind_on_which_a_baseline_is_better_is_named() -> None:
     simple = [run_errors.Baselines(half=100.0, single=300.0)] * 12
     assert run_errors.beaten(rows, simple) == [f"{run_errors.DENSE} (half)"]
     assert run_errors.beaten(rows[:9], simple[:9]) == []
+
+
+@pytest.mark.slow
+def test_errors_of_one_source_are_printed_without_rules_of_others(co2analysis: Command) -> None:
+    """One source has no others, of which a rule would be made."""
+    ended = co2analysis("runs", "--source", "tinyllama", "--jobs", "1")
+    assert ended.code == 0, ended.err
+    assert "tinyllama" in ended.out
+    assert "MFU" not in ended.out
