@@ -251,7 +251,15 @@ _Ratios = Annotated[
 ]
 
 
-def runs(  # noqa: PLR0917 - one argument per option
+_Unknown = Annotated[
+    bool,
+    typer.Option(
+        "--unknown", help="Predict as if the stack of no run were known: with `--stack unknown`."
+    ),
+]
+
+
+def runs(  # noqa: PLR0913, PLR0917 - one argument per option
     source: Sources = None,
     papers: Annotated[Path, typer.Option(help="Folder of the published runs.")] = PAPERS,
     fit: Annotated[  # noqa: FBT002
@@ -273,6 +281,7 @@ def runs(  # noqa: PLR0917 - one argument per option
     ] = False,
     memory: _Memory = False,  # noqa: FBT002
     ratios: _Ratios = False,  # noqa: FBT002
+    unknown: _Unknown = False,  # noqa: FBT002
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -284,8 +293,8 @@ def runs(  # noqa: PLR0917 - one argument per option
     from analysis.published import stack_fit  # noqa: PLC0415 - scipy
     from analysis.published.runs import training_runs  # noqa: PLC0415 - pydantic
 
-    if fit + evidence + own + memory + ratios > 1:
-        modes = "--fit, --evidence, --own, --memory and --ratios"
+    if fit + evidence + own + memory + ratios + unknown > 1:
+        modes = "--fit, --evidence, --own, --memory, --ratios and --unknown"
         raise OptionError(f"give one of {modes}")
     every = training_runs(papers)
     kind = "memory_kind" if memory else "is_counted"
@@ -301,6 +310,8 @@ def runs(  # noqa: PLR0917 - one argument per option
     elif ratios:
         _print_ratios(chosen, papers, jobs, as_json=json_)
     else:
+        if unknown:
+            chosen = [run.changed(stack=stack_fit.UNKNOWN) for run in chosen]
         rows, predicted = _predicted_runs(chosen, papers, jobs, of_series=own)
         if json_:
             print(json.dumps([*map(_plain_run, rows, predicted)], indent=2))
@@ -357,7 +368,10 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     results = stack_fit.predictions(counted, values, jobs, "predicting runs")
     rows = run_errors.left(counted, results)
     errors = replace(run_errors.errors_of(rows), memory=_memory_errors(every, jobs))
-    files = run_errors.catalog_files(fitted.values) | dict(
+    strangers = [run.changed(stack=stack_fit.UNKNOWN) for run in counted]
+    unknown = stack_fit.predictions(strangers, values, jobs, "with an unknown stack")
+    spread = run_errors.spread_between(run_errors.left(strangers, unknown), errors)
+    files = run_errors.catalog_files(fitted.values, spread) | dict(
         [
             run_errors.errors_file(errors),
             run_errors.evidence_file(counted, results),

@@ -13,13 +13,14 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed
 from numpy.typing import NDArray
-from scipy.optimize import minimize
+from scipy.optimize import brentq, minimize
 
 from analysis.published.cells import cell_of_run
 from analysis.published.predict import CellPrediction, ErrorSummary, simulated, summarized
 from analysis.published.runs import PAPERS, RunSetup, TrainingRun
 from analysis.published.stack_fit import (
     SHARED,
+    UNKNOWN,
     Shared,
     Values,
     generation,
@@ -66,6 +67,8 @@ _LEAST = 0.03
 """Of the deviation that any run has: published numbers are no surer."""
 _USUAL, _PULL = 0.1, 0.1
 """Of a deviation of which runs say nothing, and what a logarithm weighs that differs from it."""
+_FAR = 5.0
+"""Of a logarithm: no throughput differs by as much between stacks."""
 _LEAST_OF_RATIO = 0.01
 """The same of ratios within a source: utilizations are published with two digits."""
 _CATALOG = resources.files("co2sim.catalog")
@@ -377,6 +380,18 @@ def likeliest(rows: Sequence[Left]) -> ErrorModel:
     scaled = np.array([abs(row.error) / model.reach(row.setting) for row in rows])
     weight = weights([row.run.site for row in rows])
     return replace(model, factor=_rounded(quantile(scaled, weight)))
+
+
+def spread_between(rows: Sequence[Left], model: ErrorModel) -> float:
+    """The `spread` that a stack needs so that nine tenths of these errors are in its intervals."""
+    weight = weights([row.run.site for row in rows])
+    errors = np.array([row.error for row in rows])
+    known = np.array([model.variance(replace(row.setting, spread=0.0)) for row in rows])
+
+    def beyond(spread: float) -> float:
+        return quantile(np.abs(errors) / np.sqrt(known + spread**2), weight) - model.factor
+
+    return _rounded(brentq(beyond, 0.0, _FAR)) if beyond(0.0) > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -705,12 +720,17 @@ def evidence_file(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tup
     return Path(str(_CATALOG / EVIDENCE)), content.encode()
 
 
-def catalog_files(values: Values) -> dict[Path, bytes]:
-    """The files of GPUs, stacks and defaults, with the fitted values in place of theirs."""
+def catalog_files(values: Values, spread: float) -> dict[Path, bytes]:
+    """The files of GPUs, stacks and defaults, with the fitted values in place of theirs.
+
+    `spread` is that of the stack that stands for all.
+    """
     import tomlkit  # noqa: PLC0415 - only to write
 
     contents: dict[Path, bytes] = {}
-    for path, changes in _changes(values).items():
+    every = _changes(values)
+    every[Path(str(_CATALOG / f"stacks/{UNKNOWN}.toml"))]["spread"] = spread
+    for path, changes in every.items():
         document: Any = tomlkit.parse(path.read_text("utf-8"))
         for dotted, value in changes.items():
             node, (*tables, last) = document, dotted.split(".")
@@ -724,7 +744,7 @@ def catalog_files(values: Values) -> dict[Path, bytes]:
     return contents
 
 
-def _changes(values: Values) -> Mapping[Path, dict[str, Any]]:
+def _changes(values: Values) -> dict[Path, dict[str, Any]]:
     """Values by file and by place in it, as files state them."""
     changes: dict[Path, dict[str, Any]] = {}
 
@@ -737,7 +757,8 @@ def _changes(values: Values) -> Mapping[Path, dict[str, Any]]:
         if shared.gpus:
             for name in names("gpus"):
                 about = files.toml((_CATALOG / "gpus" / f"{name}.toml").read_text("utf-8"))
-                if about.get("generation") in shared.gpus and "products" in about:
+                same = about.get("generation") in shared.gpus or name in shared.likewise
+                if same and "products" in about:
                     put(f"gpus/{name}.toml", "products.sustained", shared)
         elif shared.stacks:
             for name in shared.stacks:

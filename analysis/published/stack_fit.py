@@ -50,8 +50,8 @@ class Shared:
     """A number that several published runs share: where it stands, and what is known before.
 
     `prior` is in SI units, `spread` the standard deviation of its logarithm. It holds for runs on
-    `gpus` (generations) with `stacks` (catalog names); for all where none is named. It lies between
-    `least` and `most`.
+    `gpus` (generations) with `stacks` (catalog names); for all where none is named, and is assumed
+    of the GPUs that are `likewise` (catalog names). It lies between `least` and `most`.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Shared:
     most: float = math.inf
     unit: str = ""
     gpus: tuple[str, ...] = ()
+    likewise: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
 
     def holds_for(self, run: TrainingRun) -> bool:
@@ -80,7 +81,23 @@ class Shared:
 
 def _sustained(gpu: str) -> Shared:
     """The fraction of a cool GPU's matrix speed that lasts through a training."""
-    return Shared(f"sustained.{gpu}", "gpu.products.sustained", 0.84, 0.08, most=1.0, gpus=(gpu,))
+    gpus, likewise = _ALIKE.get(gpu, ((gpu,), ()))
+    return Shared(
+        f"sustained.{gpu}",
+        "gpu.products.sustained",
+        *(0.84, 0.08),
+        most=1.0,
+        gpus=gpus,
+        likewise=likewise,
+    )
+
+
+_ALIKE = {
+    "A100": (("A100",), ("l40s",)),
+    "H100": (("H100",), ("mi300x", "mi325x", "mi355x")),
+    "B200": (("B200", "B300"), ("rtx-pro-6000",)),
+}
+"""Generations that have the number of one, and GPUs without runs of which it is assumed."""
 
 
 def _elementwise(kind: str, prior: float, *stacks: str) -> Shared:
@@ -93,9 +110,13 @@ def _host(kind: str, *stacks: str) -> Shared:
     )
 
 
+UNKNOWN = "unknown"
+"""The stack that stands for all."""
+
 _OTHERS = (
-    *("torchtitan", "torchtitan-eager", "huggingface", "internevo", "litgpt"),
-    *("megatron-llama", "colossalai", "megatron-deepspeed", "megatron-2021", "megatron-core"),
+    *("torchtitan", "torchtitan-eager", "huggingface", "internevo", "litgpt", "llm-c", UNKNOWN),
+    *("megatron-llama", "colossalai", "megatron-deepspeed", "megatron-2021", "megatron-2023"),
+    "megatron-core",
 )
 _FITTED = (*_OTHERS, "nanotron", "xla")
 
@@ -105,9 +126,9 @@ SHARED: tuple[Shared, ...] = (
     _elementwise("eager", 3.0, "torchtitan-eager", "huggingface"),
     _elementwise("nanotron", 3.0, "nanotron"),
     _elementwise("compiled", 1.5, "torchtitan"),
-    _elementwise("fused", 1.8, "internevo", "litgpt", "megatron-llama", "colossalai"),
-    _elementwise("megatron", 2.0, "megatron-deepspeed", "megatron-2021"),
-    _elementwise("engine", 1.2, "megatron-core"),
+    _elementwise("fused", 1.8, "internevo", "litgpt", "megatron-llama", "colossalai", UNKNOWN),
+    _elementwise("megatron", 2.0, "megatron-deepspeed", "megatron-2021", "megatron-2023"),
+    _elementwise("engine", 1.2, "megatron-core", "llm-c"),
     _elementwise("xla", 2.0, "xla"),
     _host("nanotron", "nanotron"),
     _host("xla", "xla"),
@@ -173,8 +194,7 @@ def predictions(
 
 def setting_in(case: Question, result: Result) -> Setting:
     """What the result of a case is like."""
-    cluster, model = case.load()
-    return setting_of(cluster.value, model.value, result, case.job().kernels)
+    return setting_of(case.job(), result)
 
 
 def log_errors(runs: Sequence[TrainingRun], results: Iterable[Result]) -> NDArray[np.float64]:

@@ -219,6 +219,14 @@ def one_efficiency(attained: float) -> tuple[tuple[Flops, float], ...]:
     return ((1.0, attained), (_LARGEST, attained))
 
 
+_OF_POWER = 0.61
+"""By which power of its limit the speed of a GPU's products goes down. An MI300X of 750 W attains
+708 TFLOP/s in bf16 and 1,273 in fp8, an MI325X of 1,000 W, with the same multiprocessors, 843 and
+1,519 (ROCm blogs, measuring-max-achievable-flops-part2, table 1). Of trainings on a V100 it leaves
+0.85 at 0.7 of the limit, where 0.88 and 0.89 were measured, and too much below 0.6 of it
+(ml-energy/zeus 75a8b93, trace/summary_power_v100.csv)."""
+
+
 @dataclass(frozen=True, slots=True)
 class GPU:
     """One accelerator.
@@ -228,8 +236,9 @@ class GPU:
     entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
     `products` and `attention`, by the name of its implementation, say how fast its kernels are: a
-    software stack makes `kernels` of them (`models.stack`). `tdp` is
-    its thermal design power, `idle_power` what it draws while its processes wait (`power`).
+    software stack makes `kernels` of them (`models.stack`). `tdp` is its thermal design power,
+    `power_cap` the limit that an operator set below it, which lowers the clock (`clock`), and
+    `idle_power` what it draws while its processes wait (`power`).
     `generation` names the first GPU with its multiprocessors, such as "H100" for an H200: what was
     published of that GPU says how far predictions are off. `stack` names the software stack whose
     kernels these are; empty where a file of the user's states them itself, or none are known.
@@ -251,6 +260,7 @@ class GPU:
     generation: str | None = None
     stack: str = ""
     host_link: Bandwidth | None = None
+    power_cap: Power | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -265,7 +275,16 @@ class GPU:
             _ATTAINED.checked(f"{self.name}: efficiency at {size}", attained)
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
-        in_order(self, self.name, "idle_power", "tdp")
+        in_order(self, self.name, "idle_power", "power_cap", "tdp")
+        if self.power_cap is not None and self.tdp is None:
+            raise OptionError(f"{self.name}: a power_cap needs its tdp, which is not known")
+
+    @property
+    def clock(self) -> float:
+        """What a power cap leaves of the speed of products and of attention; 1 without one."""
+        if self.power_cap is None or self.tdp is None:
+            return 1.0
+        return float((self.power_cap / self.tdp) ** _OF_POWER)
 
     @property
     def known_efficiency(self) -> tuple[tuple[Flops, float], ...]:

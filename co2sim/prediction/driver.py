@@ -263,7 +263,7 @@ def _one_site_alone(question: Question, job: Job, result: Result) -> tuple[str, 
 def _with_interval(question: Question, job: Job, result: Result, done: Done | None) -> Result:
     """The result with the ends of its intervals; memory of processors has none."""
     cluster = job.stage_cluster
-    setting, gpu = setting_of(cluster, job.model, result, job.kernels), cluster.gpu
+    setting, gpu = setting_of(job, result), cluster.gpu
     is_known = gpu.kernels is not None and (not gpu.stack or setting.gpu in published_gpus())
     setting = replace(setting, strange=not is_known)
     predicted = Predicted(

@@ -31,7 +31,8 @@ import numpy as np
 
 from co2sim.common.units import Bytes, counted
 from co2sim.hardware.cluster import Cluster, Link, Scatter
-from co2sim.models.operators import NARROW, Model
+from co2sim.models.operators import NARROW
+from co2sim.prediction.job import Job
 from co2sim.prediction.likeness import shares
 from co2sim.prediction.result import Result
 from co2sim.training.stack import Setting, plain_name
@@ -43,17 +44,19 @@ _OTHER = 2.0
 """What another GPU, way of sharing or kernels count: as much as four times the parameters."""
 
 
-def setting_of(cluster: Cluster, model: Model, result: Result, kernels: str = "") -> Setting:
-    """What a result is like; `kernels` names precision, attention and recomputation."""
+def setting_of(job: Job, result: Result) -> Setting:
+    """What the result of a job is like."""
+    cluster, model = job.stage_cluster, job.model
     several = result.nodes > 1
     network = 8 * cluster.inter.payload_bandwidth / cluster.gpus_per_node if several else 0.0
     return replace(
         alike(result),
         network=network,
-        kernels=kernels,
+        kernels=job.kernels,
         gpu=cluster.gpu.generation or cluster.gpu.name,
         parameters=model.parameters,
         experts=model.active_parameters < model.parameters,
+        spread=job.stack.spread,
     )
 
 
@@ -278,7 +281,7 @@ class ErrorModel:
         common = (
             self.shared[name] ** 2 * size * theirs[name] for name, size in parts_of(here).items()
         )
-        return sum(common) + self.near**2 * math.exp(-apart)
+        return sum(common) + here.spread * there.spread + self.near**2 * math.exp(-apart)
 
     def variance(self, here: Setting, measured: Sequence[Setting] = ()) -> float:
         """Of a run, once the errors of others of its site are known.

@@ -132,6 +132,6 @@ def traits_of(cluster: Cluster, model: Model, result: Result) -> Traits:
         batch=batch,
         recompute=result.recompute,
         precision=result.precision,
-        watts=cluster.gpu.tdp or 0.0,
+        watts=cluster.gpu.power_cap or cluster.gpu.tdp or 0.0,
         memory_bandwidth=cluster.gpu.memory_bandwidth,
     )

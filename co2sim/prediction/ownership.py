@@ -171,7 +171,7 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
         sites=cluster.sites,
         working=working,
         waiting=waiting,
-        most=gpu.tdp,
+        most=gpu.power_cap or gpu.tdp,
         node_power=cluster.node_power,
         pue=cluster.pue,
     )

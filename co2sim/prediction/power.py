@@ -69,7 +69,7 @@ def gpu_power(gpu: GPU, computing: float) -> Watts | None:
     """The average power of a GPU that computes for this part of the time; None: not known."""
     if gpu.tdp is None or gpu.idle_power is None:
         return None
-    busy = max(COMPUTING * gpu.tdp, gpu.idle_power)
+    busy = max(COMPUTING * (gpu.power_cap or gpu.tdp), gpu.idle_power)
     return computing * busy + (1 - computing) * gpu.idle_power
 
 

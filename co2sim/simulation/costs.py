@@ -618,7 +618,8 @@ def efficiency(gpu: GPU, flops: float) -> float:
     """Fraction of peak that an op of `flops` FLOP attains: the GPU's table over log FLOP."""
     table = gpu.known_efficiency
     sizes = [math.log(size) for size, _ in table]
-    return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in table]))
+    attained = np.interp(math.log(flops), sizes, [fraction for _, fraction in table])
+    return gpu.clock * float(attained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,7 +651,7 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
     The latter move memory and hardly compute. A product whose arithmetic takes as long as its
     memory traffic overlaps them in part: the two add like the sides of a right angle.
     """
-    peak = peak_flops(gpu, precision)
+    peak = gpu.clock * peak_flops(gpu, precision)
     memory = gpu.memory_bandwidth * times.operand_efficiency
     if kernels.vocabulary and times.vocabulary_efficiency is not None:
         flops = sum([product.flops for product in kernels.products])
@@ -680,7 +681,7 @@ def kernel_parts(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str)
 def _narrow(product: Gemm, gpu: GPU, times: KernelTimes) -> FlopsPerSecond:
     """The speed of a product's arithmetic in a type other than that of most products."""
     narrow = product.narrow not in set(DType) and times.narrow_efficiency
-    return peak_flops(gpu, product.narrow) * (narrow or times.gemm_efficiency)
+    return gpu.clock * peak_flops(gpu, product.narrow) * (narrow or times.gemm_efficiency)
 
 
 def _attention_time(

@@ -378,8 +378,7 @@ def _rounded(value: float, unit: str) -> float | str:
 def _settings(runs: Sequence[MeasuredRun], calibrated: Calibrated) -> list[dict[str, Any]]:
     settings = []
     for run, result in zip(runs, calibrated.last, strict=True):
-        cluster, model = moved(run.case, calibrated.values).load()
-        setting = setting_of(cluster.value, model.value, result, run.case.job().kernels)
+        setting = setting_of(moved(run.case, calibrated.values).job(), result)
         misfit = abs(math.log(result.tokens_per_s_per_gpu / run.tokens_per_s_per_gpu))
         settings.append(asdict(replace(setting, misfit=round(misfit, 4))))
     return settings

@@ -33,8 +33,8 @@ class Setting:
     communication, `host` what the host needs to issue passes over what the GPU needs for them.
     `experts`, `context` and `narrow` say whether its model has experts, whether ranks divide
     sequences, and whether products are in fp8 or below; `strange` that nothing is published of its
-    GPU. `misfit` is by how much the logarithm of its throughput is off with the stack that it
-    calibrated.
+    GPU. `spread` is that of the stack. `misfit` is by how much the logarithm of its throughput is
+    off with the stack that it calibrated.
     """
 
     gpu: str
@@ -52,6 +52,7 @@ class Setting:
     context: bool = False
     narrow: bool = False
     strange: bool = False
+    spread: Misfit = 0.0
     misfit: Misfit = 0.0
 
     def __post_init__(self) -> None:
@@ -108,7 +109,8 @@ class Stack(Framework):
 
     `flash` names its implementation of flash attention, as files of GPUs do. Its elementwise
     kernels move `elementwise` times the least memory traffic, and its host needs `call_overhead`
-    to issue an operation. Products of experts run at the fraction `grouped` of the speed of others.
+    to issue an operation, but for the fraction `graphs` of them that CUDA graphs repeat. Products
+    of experts run at the fraction `grouped` of the speed of others.
     `kernels` are fitted constants by the generation or the name of a GPU,
     where there are some: they stand for all of these; so does `efficiency`, the fraction of peak
     that all passes attain, where no more was published. `plan` leaves each of the ranks that divide
@@ -116,7 +118,9 @@ class Stack(Framework):
 
     `runs` are the strategies that it can run, with what `precisions`, `recomputes` ("full/K" stands
     for every K) and `offloads`; what is empty, of `offloads` None, is not known, and counts as all.
-    `always_divides_sequence`: GPUs that share layers divide the sequence, too.
+    `always_divides_sequence`: GPUs that share layers divide the sequence, too. `spread` is the
+    standard deviation of the logarithm of throughput between trainers that it stands for, where it
+    stands for several that are not known apart.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
@@ -128,6 +132,7 @@ class Stack(Framework):
     flash: Flash
     elementwise: Factor
     call_overhead: Overhead
+    graphs: Waiting = 0.0
     grouped: Fraction = 1.0
     context_tokens: Count = CONTEXT_TOKENS
     runs: tuple[Runs, ...] = ()
@@ -135,6 +140,7 @@ class Stack(Framework):
     recomputes: tuple[str, ...] = ()
     offloads: tuple[str, ...] | None = None
     always_divides_sequence: bool = False
+    spread: Misfit = 0.0
     efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)
     sustained: Sustained | None = None
@@ -223,7 +229,7 @@ class Stack(Framework):
             attention_efficiency=speed.forward if speed else None,
             attention_half_length=speed.half_length if speed else 0,
             attention_backward=speed.backward / speed.forward if speed else 1.0,
-            call_overhead=self.call_overhead,
+            call_overhead=self.call_overhead * (1 - self.graphs),
             narrow_efficiency=(products.narrow or products.efficiency) * products.sustained,
             grouped=self.grouped,
         )

@@ -94,8 +94,23 @@ def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_the_catalog_states_what_was_fitted() -> None:
     """In its files of GPUs and stacks, and in its defaults: to write them again changes nothing."""
-    for path, content in run_errors.catalog_files(stack_fit.record().values).items():
+    spread = load_stack(stack_fit.UNKNOWN).value.spread
+    for path, content in run_errors.catalog_files(stack_fit.record().values, spread).items():
         assert path.read_bytes() == content, path
+
+
+def test_a_stack_that_nobody_knows_is_as_unsure_as_stacks_differ() -> None:
+    """Its spread is what errors have beyond those of known stacks: 0 where they have no more."""
+    model = ErrorModel(error_model().shared, near=0.05, own=0.1, factor=1.645)
+    chance = np.random.default_rng(7)
+
+    def rows(beyond: float) -> list[run_errors.Left]:
+        wide = math.sqrt(model.variance(PLAIN) + beyond**2)
+        errors = chance.normal(0, wide, 4000)
+        return [run_errors.Left(RUNS[0], RESULT, PLAIN, float(error)) for error in errors]
+
+    assert run_errors.spread_between(rows(0.3), model) == pytest.approx(0.3, rel=0.1)
+    assert run_errors.spread_between(rows(0.0)[:1], model) == 0
 
 
 def drawn(chance: np.random.Generator, sites: int) -> list[run_errors.Left]:

@@ -14,7 +14,7 @@ from one_sample import simulate
 
 import co2sim
 from analysis.published.runs import training_runs
-from co2sim.catalog import load_cluster
+from co2sim.catalog import load_cluster, load_stack
 from co2sim.hardware.cluster import Cluster, Scatter
 from co2sim.prediction.driver import run
 from co2sim.prediction.evidence import nearest
@@ -109,6 +109,15 @@ def test_an_interval_is_smooth(
     more = replace(here, **{what: min(1.0, 1.01 * getattr(here, what))})
     reach = error_model().reach
     assert reach(more) == pytest.approx(reach(here), rel=0.03)
+
+
+def test_a_run_of_the_site_tells_what_an_unknown_stack_does() -> None:
+    """An unknown stack is less sure than a known one, and as sure once a like run is measured."""
+    known = alike(FSDP)
+    unknown = replace(known, spread=load_stack("unknown").value.spread)
+    reach = error_model().reach
+    assert reach(unknown) > 1.05 * reach(known)
+    assert reach(unknown, [unknown]) == pytest.approx(reach(known, [known]), rel=0.1)
 
 
 def test_intervals_that_overlap_leave_the_order_undecided() -> None:

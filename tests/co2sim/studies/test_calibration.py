@@ -185,8 +185,7 @@ def test_the_file_predicts_as_the_calibration_did(own: Path) -> None:
     )
     assert "calibrated by 1 run" in result.stack
     (measured,) = load_stack(str(own)).value.measured
-    cluster, model = replace(case, stack=str(own)).load()
-    here = setting_of(cluster.value, model.value, result)
+    here = setting_of(replace(case, stack=str(own)).job(), result)
     close = {name: pytest.approx(getattr(here, name), rel=1e-3) for name in ("exposed", "host")}
     assert replace(measured, misfit=0.0, kernels="", exposed=here.exposed, host=here.host) == here
     assert all(getattr(measured, name) == size for name, size in close.items())

@@ -12,6 +12,7 @@ from one_sample import simulate
 
 from co2sim.catalog import DEFAULT_STACK, load_cluster, load_stack, names
 from co2sim.catalog.specs import ClusterSpec, as_file
+from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import AttentionSpeed, KernelTimes, ProductSpeed, one_efficiency
 from co2sim.prediction.notes import IDLE_STACK
 from co2sim.prediction.question import Question
@@ -25,7 +26,7 @@ from co2sim.schedule.schedule import (
     Kernels,
     Kind,
 )
-from co2sim.simulation.costs import compute_time, cost_of
+from co2sim.simulation.costs import compute_time, cost_of, kernel_parts
 from co2sim.training.memory import Timeline
 from co2sim.training.stack import Stack
 
@@ -71,6 +72,51 @@ def test_a_pass_takes_the_longer_of_its_kernels_and_its_host(
     attention = FusedAttention(1e12, 0.0, length, backward=2e12)
     took = seconds(Kernels(products, calls, elementwise, attention=attention))
     assert took == pytest.approx(max(device, calls * 1e-5))
+
+
+def test_what_cuda_graphs_repeat_the_host_does_not_issue() -> None:
+    """A quarter of a pass that the host limits takes a quarter of its time."""
+    work = Kernels((), 1000, 0.0)
+    assert seconds(work) == pytest.approx(1000 * 1e-5)
+    assert seconds(work, replace(STACK, graphs=0.75)) == pytest.approx(250 * 1e-5)
+
+
+@given(st.floats(0.3, 1.0))
+def test_a_power_cap_slows_arithmetic_and_no_memory(share: float) -> None:
+    """Products and attention by one power of the limit, in 16 bits and in fewer."""
+    peak = {"bf16": PEAK, "fp8": 2 * PEAK}
+    full = replace(GPU, peak=peak, tdp=700.0)
+    capped = replace(full, power_cap=700.0 * share)
+    products = tuple(Gemm(4096, 4096, 4096, width=w, narrow=n) for w, n in ((2, ""), (1, "fp8")))
+    attention = FusedAttention(1e12, 0.0, 4096)
+    free, slow = (STACK.on(gpu) for gpu in (full, capped))
+    assert free.kernels
+    for work in (Kernels(products[:1], 0, 0.0), Kernels(products[1:], 0, 0.0)):
+        quick, late = (
+            kernel_parts(work, replace(gpu, memory_bandwidth=1e20), free.kernels, "bf16").products
+            - 1e-6
+            for gpu in (free, slow)
+        )
+        assert quick / late == pytest.approx(share**0.61, rel=1e-6)
+    quick, late = (
+        kernel_parts(Kernels((), 0, 1e9, attention=attention), gpu, free.kernels, "bf16")
+        for gpu in (free, slow)
+    )
+    assert quick.attention / late.attention == pytest.approx(share**0.61)
+    assert quick.elementwise == late.elementwise
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"tdp": 700.0, "power_cap": 800.0}, "power_cap is 800 W, above tdp, which is 700 W"),
+        ({"tdp": None, "power_cap": 500.0}, "needs its tdp"),
+    ],
+)
+def test_a_power_cap_lies_below_a_known_limit(limits: dict[str, float], words: str) -> None:
+    """Else one line says what is wrong."""
+    with pytest.raises(OptionError, match=words):
+        replace(GPU, **limits)
 
 
 def test_an_unknown_implementation_of_attention_runs_as_products_do() -> None:
