@@ -42,6 +42,7 @@ from .strategies.local_sgd import (
 )
 from .strategies.zero import DDP as DDP, Zero1 as Zero1, Zero2 as Zero2, Zero3 as Zero3
 from .strategies.zeropp import ZeroPP as ZeroPP
+from .trainers.reading import Reading as Reading, read_trainer as read_trainer
 from .studies.sweep import scale as scale, sweep as sweep, sweep_to as sweep_to
 
 __version__: str

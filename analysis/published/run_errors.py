@@ -386,10 +386,10 @@ def spread_between(rows: Sequence[Left], model: ErrorModel) -> float:
     """The `spread` that a stack needs so that nine tenths of these errors are in its intervals."""
     weight = weights([row.run.site for row in rows])
     errors = np.array([row.error for row in rows])
-    known = np.array([model.variance(replace(row.setting, spread=0.0)) for row in rows])
+    variances = np.array([model.variance(replace(row.setting, spread=0.0)) for row in rows])
 
     def beyond(spread: float) -> float:
-        return quantile(np.abs(errors) / np.sqrt(known + spread**2), weight) - model.factor
+        return quantile(np.abs(errors) / np.sqrt(variances + spread**2), weight) - model.factor
 
     return _rounded(brentq(beyond, 0.0, _FAR)) if beyond(0.0) > 0 else 0.0
 

@@ -23,6 +23,7 @@ from co2sim.catalog.facts import (
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.common.tables import console, print_lines, print_table
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
+from co2sim.trainers.tables import Table, tables
 
 _KEYS: Mapping[Kind, set[str]] = {
     "stacks": {"flash"},
@@ -38,8 +39,8 @@ def list_(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="clusters, gpus, models, stacks, optimizers, failures, strategies, prices, grids,"
-            " nodes, electricity, ownership, or one name from them."
+            help="clusters, gpus, models, stacks, optimizers, failures, strategies, trainers,"
+            " prices, grids, nodes, electricity, ownership, or one name from them."
         ),
     ] = None,
 ) -> None:
@@ -50,6 +51,7 @@ def list_(
         kind: partial(_print_names, out, kind) for kind in kinds
     }
     everything["strategies"] = partial(_print_strategies, out)
+    everything["trainers"] = partial(_print_trainers, out)
     named: tuple[RateKind, ...] = get_args(RateKind)
     everything |= {kind: partial(_print_rates, out, kind) for kind in named}
     if what is None:
@@ -59,6 +61,8 @@ def list_(
         everything[what]()
     elif what in STRATEGIES:
         _print_strategy(out, what)
+    elif what in {table.name for table in tables()}:
+        _print_trainer(out, next(table for table in tables() if table.name == what))
     elif is_file(what):
         tree = {} if is_source(what) else read("models", what)
         fitting = (kind for kind, keys in _KEYS.items() if keys & tree.keys())
@@ -72,7 +76,8 @@ def list_(
         for one in rated:
             _print_rates(out, one, what)
         if not entries and not rated:
-            every = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
+            every = [*everything, *STRATEGIES, *(table.name for table in tables())]
+            every += [name for kind in kinds for name in names(kind)]
             every += [name for one in named for name in rates(one)]
             raise CatalogError(f"nothing is called {what!r}; {nearest(what, every)}")
         for kind, key in entries:
@@ -85,6 +90,21 @@ def _print_strategies(out: Console) -> None:
         options = ", ".join(option for option, _, _ in strategy_options(made))
         rows.append((name, (getdoc(made) or "").splitlines()[0], options))
     print_table(out, "strategies", ("name", "what a round does", "options"), rows, left=3)
+
+
+def _print_trainers(out: Console) -> None:
+    rows = [(table.name, table.title, table.stack, f"{len(table.take)}") for table in tables()]
+    print_table(
+        out, "trainers, whose files --from reads", ("name", "whose", "stack", "keys"), rows, left=3
+    )
+
+
+def _print_trainer(out: Console, table: Table) -> None:
+    """Its keys that are taken, and those that matter and cannot be."""
+    rows = [(key, take.option) for key, take in table.take.items()]
+    print_table(out, f"{table.title}: keys that --from takes", ("key", "option"), rows, left=2)
+    effects = [(key, warn.effect) for key, warn in table.warn.items()]
+    print_table(out, "and those that it cannot", ("key", "why"), effects, left=2)
 
 
 def _print_names(out: Console, kind: Kind) -> None:

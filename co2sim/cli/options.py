@@ -19,6 +19,7 @@ from typing import (
 
 import typer
 
+from co2sim.catalog import Contents
 from co2sim.common import convert
 from co2sim.common.cli import refuse_twice
 from co2sim.common.errors import OptionError
@@ -64,6 +65,10 @@ Jobs = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Full = Annotated[bool, typer.Option("--full", help="Print all figures, not only the answer.")]
+Launch = Annotated[
+    bool,
+    typer.Option("--launch", help="Add the command, or the file, by which the trainer runs it."),
+]
 
 
 def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
@@ -148,10 +153,64 @@ def _speeds(texts: Iterable[str] | None) -> dict[int, float]:
     return speeds
 
 
+def _from_files(
+    context: typer.Context, paths: list[str] | None, but: Collection[str] = ()
+) -> list[Any] | None:
+    """Let what files of a trainer say stand for the options that are not given, nor in `but`.
+
+    What they say is the value of the option.
+    """
+    if not paths:
+        return None
+    from co2sim.trainers.reading import lines, read_trainer  # noqa: PLC0415 - only where asked
+
+    trainer, separator, first = paths[0].partition(":")
+    named = bool(separator) and trainer.isidentifier()
+    reading = read_trainer(*([first, *paths[1:]] if named else paths), trainer=trainer * named)
+    options = {name: value for name, value in reading.options.items() if name != "overrides"}
+    if isinstance(options.get("model"), Contents):
+        options["model"] = options["model"].name
+    several = {one.name for one in context.command.params if getattr(one, "multiple", False)}
+    has = {one.name for one in context.command.params}.difference(but)
+    values = {n: [value] if n in several else value for n, value in options.items() if n in has}
+    context.default_map = {**(context.default_map or {}), **values}
+    chosen = [f"{name}={options[name]}" for name in options if name not in has]
+    for line in (*lines(reading), *([f"chosen here: {', '.join(chosen)}"] if chosen else [])):
+        typer.echo(line, err=True)
+    return [reading]
+
+
+_FROM = "from_"
+
+
+def _from_option(but: Collection[str]) -> Parameter:
+    def read(context: typer.Context, value: list[str] | None) -> list[Any] | None:
+        return _from_files(context, value, but)
+
+    option = typer.Option(
+        "--from",
+        metavar="FILE",
+        is_eager=True,
+        callback=read,
+        help="A file that a trainer reads: what it says stands for options that are not given."
+        " torchtitan's TOML, arguments of Megatron-LM (script, YAML or log), DeepSpeed's JSON,"
+        " Accelerate's YAML and others (`co2sim list trainers`). Repeatable; TRAINER:FILE"
+        " names one.",
+    )
+    annotation: Any = Annotated[list[str] | None, option]
+    return Parameter(_FROM, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
 def _case(values: dict[str, Any]) -> Question:
     """The case of these values, as a command line has them; `Question` checks them."""
     values = {"cluster": "", "strategy": "", **values}
-    values["overrides"] = pairs(values.get("overrides"), "--set")
+    overrides = pairs(values.get("overrides"), "--set")
+    values["overrides"] = overrides
+    for reading in values.pop(_FROM, None) or ():
+        values["overrides"] = reading.options["overrides"] | overrides
+        model = reading.options.get("model")
+        if isinstance(model, Contents) and values["model"] == model.name:
+            values["model"] = model
     uneven = {field.name: values.pop(field.name) for field in fields(Noise) if field.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])
@@ -204,6 +263,8 @@ def case_options(
         for name, declared in _DECLARED.items()
         if declared.option.group in groups and name not in but
     ]
+    if "job" in groups:
+        shared.append(_from_option((*but, "strategy") if but else ()))
     shared.sort(key=lambda p: p.default is not Parameter.empty)
     make = _cases if target == "cases" else _case
     return lambda command: _with_parameters(command, target, shared, make)

@@ -22,6 +22,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
+from co2sim.report.text.launch import print_launch
 from co2sim.report.text.plan import commands, looked, nothing, plain, screen, turning
 from co2sim.report.text.result import print_assumed
 from co2sim.report.text.screen import print_screen
@@ -80,6 +81,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     scheduler: options.Scheduler = None,
     report: options.Report = None,
     full: options.Full = False,  # noqa: FBT002
+    launch: options.Launch = False,  # noqa: FBT002
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find what to buy, or how to run what there is: the best of all candidates."""
@@ -95,6 +97,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     with progress_bar("looking at candidates") as done:
         answer = study.plan(space, objective, engine=who, done=done)
     _answer(space, answer, report, full=full, as_json=json_)
+    if launch and answer.choice and not json_:
+        print_launch([(answer.choice.case, answer.choice.result)])
 
 
 def _stacks(job: Question) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.cases import of_strategies
+from co2sim.report.text.launch import print_launch
 from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
@@ -70,6 +71,7 @@ def run(
         ),
     ] = False,
     full: options.Full = False,
+    launch: options.Launch = False,
     report: options.Report = None,
     json_: options.Json = False,
 ) -> None:
@@ -95,6 +97,8 @@ def run(
     elif memory:
         print_lines(console(), "")
         print_step_memory(results, list(map(StepMemory.of, cases, results)))
+    if launch:
+        print_launch(zip(cases, results, strict=True))
     if evidence:
         print_lines(console(), "")
         for case, result in zip(cases, results, strict=True):

@@ -91,7 +91,8 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
         typed = source is not None and source.name == "COMMANDLINE"
         if typed and path in varied:
             raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
-        if not typed and path not in varied:
+        stated = typed or (source is not None and source.name == "DEFAULT_MAP")
+        if not stated and path not in varied:
             raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
 
 

@@ -23,6 +23,7 @@ from co2sim.prediction.totals import Totals
 from co2sim.prediction.whole import whole_words
 from co2sim.report.text import totals
 from co2sim.report.text.bill import billed
+from co2sim.report.text.launch import launch_row
 from co2sim.report.text.memory import fitting
 from co2sim.report.text.result import first_of, speeds
 from co2sim.report.text.screen import WIDTH, Screen
@@ -129,6 +130,7 @@ def of_one(
         ("counted", counted_row([entry], learns=bool(verdict or learning_row([entry], goal)))),
         *shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
+        *launch_row(entry.case, r),
     ]
     return Screen(answer=answer, rows=rows)
 

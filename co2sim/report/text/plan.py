@@ -21,6 +21,7 @@ from co2sim.report.text.answer import (
     shared_rows,
 )
 from co2sim.report.text.bill import billed
+from co2sim.report.text.launch import launch_row
 from co2sim.report.text.screen import Screen
 from co2sim.report.text.totals import (
     amount,
@@ -68,6 +69,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
+            *launch_row(choice.case, choice.result),
             (
                 "tried",
                 f"{answer.candidates:,} ways, {answer.simulated:,} simulated{_sizes(answer)}",

@@ -1,0 +1,158 @@
+"""What the keys of each trainer are here: tables, as data."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+_TABLES = resources.files("co2sim.trainers") / "tables"
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """What a key is here.
+
+    `option` is one of a question, or a part of one (`reading`). A value is looked up in `values`
+    where there are some, whatever its capitals; one that is not there has the `effect`, and is a
+    mistake where that is empty. A flag that is true stands for `value` where there is one. Without
+    either the value is taken as it is.
+    """
+
+    option: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    value: Any = None
+    effect: str = ""
+
+    @classmethod
+    def of(cls, entry: str | Mapping[str, Any]) -> "Take":
+        """From a table."""
+        return cls(entry) if isinstance(entry, str) else cls(**entry)
+
+    @property
+    def by_text(self) -> Mapping[str, Any]:
+        """The `values` by their texts in lower case."""
+        return {text.lower(): value for text, value in self.values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """A key that matters and cannot be expressed, unless its value is `fine`."""
+
+    effect: str
+    fine: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, entry: str | Mapping[str, Any]) -> "Warn":
+        """From a table."""
+        return cls(entry) if isinstance(entry, str) else cls(**entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a choice for one of the `stacks` with one of the `strategies` (none: all) is written.
+
+    `keys` are written where they state something: into a `file` of a kind, or as flags behind the
+    `command`, with dashes inside if it has `dashes`. A flag that is true has no value where it is
+    `bare`, and one that is false is left out.
+    """
+
+    stacks: Sequence[str]
+    command: str
+    keys: Sequence[str]
+    strategies: Sequence[str] = ()
+    file: Literal["json", "yaml", ""] = ""
+    dashes: bool = False
+    bare: bool = True
+
+    def flag(self, key: str, value: Any) -> str:
+        """A key and its value, as words of a command line; empty where that says nothing."""
+        name = f"--{key.replace('_', '-') if self.dashes else key}"
+        if isinstance(value, bool) and self.bare:
+            return name if value else ""
+        return f"{name} {value}"
+
+    def text(self, values: Mapping[str, Any]) -> str:
+        """Keys and values as the file, or as flags, one a line."""
+        if not self.file:
+            return "\n".join(filter(None, (self.flag(key, value) for key, value in values.items())))
+        tree: dict[str, Any] = {}
+        for key, value in values.items():
+            *heads, last = key.split(".")
+            node = tree
+            for head in heads:
+                node = node.setdefault(head, {})
+            node[last] = value
+        if self.file == "json":
+            return json.dumps(tree, indent=2)
+        import yaml  # noqa: PLC0415 - only where one is written
+
+        return str(yaml.safe_dump(tree, sort_keys=False)).rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A trainer: its name, its stack, and its keys.
+
+    `marks` are keys of which a file of it has one at least. `prefixes` may stand before any key.
+    `defaults` are options of `Setup` that it has where no key says another. `includes` are keys
+    that name another file.
+    """
+
+    name: str
+    title: str
+    stack: str
+    marks: Sequence[str]
+    take: Mapping[str, Take]
+    warn: Mapping[str, Warn]
+    ignore: Sequence[str]
+    defaults: Mapping[str, Any]
+    prefixes: Sequence[str] = ()
+    includes: Sequence[str] = ()
+    launch: Launch | None = None
+
+    def key(self, name: str) -> str:
+        """A key without what may stand before it."""
+        for prefix in self.prefixes:
+            if name.startswith(prefix):
+                return name.removeprefix(prefix)
+        return name
+
+    def is_ignored(self, key: str) -> bool:
+        """Whether it does not matter to speed."""
+        return any(fnmatchcase(key, pattern) for pattern in self.ignore)
+
+    def knows(self, name: str) -> bool:
+        """Whether a key is in the table, which says what it is here."""
+        key = self.key(name)
+        return key in self.take or key in self.warn or self.is_ignored(key)
+
+    def marked(self, names: Sequence[str]) -> bool:
+        """Whether these may be the keys of a file of it."""
+        keys = [self.key(name) for name in names]
+        return any(fnmatchcase(key, mark) for key in keys for mark in self.marks)
+
+
+@cache
+def tables() -> tuple[Table, ...]:
+    """All trainers."""
+    return tuple(_read())
+
+
+def _read() -> Iterator[Table]:
+    for path in sorted(_TABLES.iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".toml"):
+            tree = tomllib.loads(path.read_text("utf-8"))
+            launch = tree.pop("launch", None)
+            yield Table(
+                name=path.name.removesuffix(".toml"),
+                take={key: Take.of(entry) for key, entry in tree.pop("take").items()},
+                warn={key: Warn.of(entry) for key, entry in tree.pop("warn", {}).items()},
+                ignore=tree.pop("ignore", ()),
+                defaults=tree.pop("defaults", {}),
+                launch=Launch(**launch) if launch else None,
+                **tree,
+            )

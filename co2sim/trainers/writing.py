@@ -1,0 +1,218 @@
+"""The lines that launch a choice: flags of the trainer that its stack is of.
+
+They are the table of a trainer the other way round: keys that are written state an option by its
+value. What was written is read as the same job.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from co2sim.catalog import Contents, names
+from co2sim.catalog.facts import key_of, plain, read
+from co2sim.models.operators import NARROW
+from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
+from co2sim.schedule.mesh import MESH
+from co2sim.strategies import Strategy, parse
+from co2sim.strategies.fsdp import FSDP
+from co2sim.strategies.step import title
+from co2sim.strategies.zeropp import ZeroPP
+from co2sim.trainers.files import typed
+from co2sim.trainers.tables import Table, Take, tables
+from co2sim.training.framework import layers
+
+_NEEDED = ("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora")
+"""What a trainer has to know, by a key or otherwise."""
+_USUAL = {"strategy": "ddp", "optimizer": "adamw", "recompute": "none", "offload": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What launches a choice: a `command` with the `text` of its flags or of its file.
+
+    `chosen` are the keys but for those of the model, by name, and `beside` is what no key says.
+    """
+
+    trainer: str
+    command: str
+    text: str
+    file: str
+    chosen: Mapping[str, Any]
+    beside: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The whole command, a flag a line, or the file and the command that reads it."""
+        notes = [f"# not in it: {', '.join(self.beside)}"] if self.beside else []
+        if self.file:
+            return "\n".join([f"# the .{self.file} file", self.text, *notes, self.command])
+        return "\n".join([*notes, " \\\n  ".join([self.command, *self.text.splitlines()])])
+
+
+def launch(question: Question, result: Result) -> Lines | None:
+    """What launches the choice of a result; None where its stack is of no trainer with a table.
+
+    `question` has numbers for all that was open.
+    """
+    strategy, stack = question.parsed, question.chosen_stack
+    fitting = (
+        (table, table.launch)
+        for table in tables()
+        if table.launch
+        and stack in table.launch.stacks
+        and (not table.launch.strategies or strategy.name in table.launch.strategies)
+    )
+    table, how = next(fitting, (None, None))
+    if table is None or how is None:
+        return None
+    stated = dict(_stated(question, result, strategy))
+    takes = {key: table.take[key] for key in how.keys}
+    if any(take.option == "size" for take in takes.values()) and "family" in stated:
+        stated["model"] = stated["family"]
+    keys: dict[str, tuple[str, Any]] = {}
+    for key, take in takes.items():
+        value = stated.get(take.option)
+        text = None if value is None else _text(take, value)
+        if text is not None and take.option not in keys:
+            keys[take.option] = key, text
+    of_model = ("dim.", "model", "size")
+    places = {"nodes": result.nodes, "gpus_per_node": stated["gpus_per_node"]}
+    return Lines(
+        table.title,
+        how.command.format(**places),
+        how.text(dict(keys.values())),
+        how.file,
+        dict(one for option, one in keys.items() if not option.startswith(of_model)),
+        tuple(_unwritten(table, stated, keys)),
+    )
+
+
+def _unwritten(table: Table, stated: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:
+    """What a trainer has to know that no key says, unless it does that anyway."""
+    usual = {**_USUAL, **table.defaults}
+    for name in _NEEDED:
+        if name in stated and name not in keys and not (name == "model" and "dim.layers" in keys):
+            value = stated[name]
+            is_same = (
+                value.name == parse(usual[name]).name
+                if name == "strategy"
+                else value == usual.get(name)
+            )
+            if not is_same:
+                yield f"{name} {title(value) if name == 'strategy' else value}"
+
+
+def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[tuple[str, Any]]:
+    """The options of a choice, as tables name them; those that say nothing are left out."""
+    cluster, model = question.load()
+    stack = question.load_stack().value
+    together = result.tp * result.cp * result.pp
+    for name in MESH:
+        value = getattr(question, name)
+        if value != 1 or value is True:
+            yield name, value
+    if result.interleave > 1:
+        each = len(layers(model.value.blocks)) // (result.pp * result.interleave)
+        yield "chunk_layers", each
+    yield "gpus_per_node", min(result.gpus, cluster.value.gpus_per_node)
+    yield "data_parallel", result.gpus // together
+    yield "micro_batch", result.micro_batch
+    yield "accumulation", result.accumulation
+    yield "global_batch", result.global_batch
+    yield "model.seq_len", model.value.tokens
+    narrow = result.precision in NARROW
+    yield "precision", "bf16" if narrow else result.precision
+    if narrow:
+        yield "narrow", result.precision
+    yield "recompute", result.recompute
+    yield "attention", result.attention
+    yield "optimizer", question.optimizer if isinstance(question.optimizer, str) else "adamw"
+    if question.lora:
+        yield "lora", question.lora
+    if result.offload != "none":
+        yield "offload", result.offload
+    yield "stack", question.chosen_stack
+    yield "stack.overlap", stack.overlap and strategy.name == "zero1"
+    yield "stack.overlap_tensor", stack.overlap_tensor and result.tp > 1
+    yield from _of_strategy(strategy, result, cluster.value.gpus_per_node)
+    yield from _of_model(question.model)
+
+
+def _of_strategy(
+    strategy: Strategy, result: Result, gpus_per_node: int
+) -> Iterator[tuple[str, Any]]:
+    yield "strategy", strategy
+    ranks = result.gpus // (result.tp * result.cp * result.pp)
+    if isinstance(strategy, FSDP):
+        shard = gpus_per_node if strategy.shard == "node" else strategy.shard or ranks
+        yield "replicas", ranks // shard
+        yield "shards", shard
+        yield "strategy.reshard_after_forward", strategy.reshard_after_forward
+        yield "strategy.reduce", str(strategy.reduce)
+    elif strategy.name == "ddp":
+        yield "replicas", ranks
+        yield "shards", 1
+    if isinstance(strategy, ZeroPP):
+        yield "strategy.qwz", strategy.qwz
+        yield "strategy.qgz", strategy.qgz
+        if strategy.hpz:
+            yield "strategy.hpz_group", strategy.hpz_group or gpus_per_node
+
+
+_PLAIN = {
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "gated", "bias", "norm", "vocab", "tied"),
+    *("seq_len", "positions", "head_dim", "attention", "experts", "name", "kind", "source"),
+    *("parameters", "dropout", "code"),
+}
+"""What a file of a model may say that dimensions in flags do, too."""
+
+
+def _of_model(model: Any) -> Iterator[tuple[str, Any]]:
+    """Its name, the two halves of it as torchtitan has them, and its dimensions."""
+    if isinstance(model, str):
+        key = key_of("models", model)
+        yield "model", model
+        head, _, size = key.partition("-")
+        if size:
+            yield "family", head
+            yield "size", size.upper()
+        if key not in names("models"):
+            return
+        tree = plain(read("models", key))
+    elif isinstance(model, Contents):
+        tree = plain(model.tree)
+    else:
+        return
+    if tree.get("kind") != "transformer" or not _PLAIN.issuperset(tree):
+        return
+    experts = tree.get("experts")
+    for name, value in tree.items():
+        if name not in {"experts", "name", "kind", "source", "seq_len"}:
+            yield f"dim.{name}", value
+    yield "dim.kv_heads", tree.get("kv_heads", tree.get("heads"))
+    if isinstance(experts, Mapping):
+        for name in ("count", "active", "width"):
+            yield f"dim.experts.{name}", experts.get(name)
+
+
+def _text(take: Take, value: Any) -> Any:
+    """What a key has to be, to say this; None: it cannot."""
+    if take.option == "strategy":
+        return _of_strategies(take, value)
+    if take.values:
+        texts = (text for text, become in take.values.items() if become == value)
+        text = next(texts, None)
+        return None if text is None else typed(text)
+    if take.value is not None:
+        return True if take.value == value else None
+    return value
+
+
+def _of_strategies(take: Take, strategy: Strategy) -> Any:
+    """By the value that is most like it: the same with all options, or at least of its name."""
+    texts: dict[Any, Any] = dict(take.values) or {True: take.value}
+    made = {text: parse(become) for text, become in texts.items() if become}
+    same = [text for text, one in made.items() if title(one) == title(strategy)]
+    alike = [text for text, one in made.items() if one.name == strategy.name]
+    text = next(iter(same or alike), None)
+    return text if text is None or text is True else typed(text)

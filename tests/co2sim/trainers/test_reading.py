@@ -1,0 +1,283 @@
+"""Files of trainers as questions."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from commands import Command
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.catalog import Contents
+from co2sim.common.errors import CatalogError
+from co2sim.prediction import driver
+from co2sim.prediction.question import Question
+from co2sim.trainers import files
+from co2sim.trainers.reading import read_trainer
+from co2sim.trainers.tables import tables
+from co2sim.trainers.writing import launch
+
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 4096
+[parallelism]
+data_parallel_replicate_degree = 2
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+"""
+MEGATRON = """
+TP=4
+NODES=${NODES:-2}
+MODEL_ARGS=(
+    --num-layers 16 --hidden-size 2048 --num-attention-heads 16
+    --swiglu --normalization RMSNorm --vocab-size 32000 --seq-length 2048   # small
+)
+torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP} --sequence-parallel --use-distributed-optimizer \\
+    --micro-batch-size 2 --global-batch-size 64 --bf16 --lr 3e-4 --multi-latent-attention
+"""
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    """A file with this text."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_toml_of_torchtitan_is_a_question(tmp_path: Path) -> None:
+    """Its keys, its defaults where it has none, and its stack; GPUs are given."""
+    reading = read_trainer(written(tmp_path, "job.toml", TITAN))
+    case = reading.question(cluster="dgx-h100", gpus=32)
+    assert case == Question(
+        cluster="dgx-h100",
+        model="llama3-8b",
+        strategy="fsdp",
+        gpus=32,
+        micro_batch=1,
+        accumulation=1,
+        tp=2,
+        sequence_parallel=True,
+        precision="bf16",
+        recompute="full",
+        stack="torchtitan",
+        overrides={"model.seq_len": "4096"},
+    )
+
+
+def test_a_script_of_megatron_is_a_question_with_its_model(tmp_path: Path) -> None:
+    """Variables and arrays of the script are in their places; what has no option is named."""
+    reading = read_trainer(written(tmp_path, "train.sh", MEGATRON))
+    options = reading.options
+    assert (options["gpus"], options["tp"], options["sequence_parallel"]) == (16, 4, True)
+    assert (options["strategy"], options["micro_batch"], options["global_batch"]) == (
+        "zero1",
+        2,
+        64,
+    )
+    model = options["model"]
+    assert isinstance(model, Contents)
+    assert (model.tree["layers"], model.tree["norm"], model.tree["ffn"]) == (16, "rmsnorm", 8192)
+    assert [key.name for key in reading.missing] == ["multi_latent_attention"]
+    assert {key.name for key in reading.ignored} == {"lr"}
+    result = driver.run(reading.question(cluster="dgx-h100"))
+    assert result.global_batch == 64
+
+
+def test_a_log_of_megatron_states_its_arguments(tmp_path: Path) -> None:
+    """With the number of its GPUs."""
+    log = """
+[rank0]: using world size: 16
+------------------------ arguments ------------------------
+  bf16 ............................................ True
+  global_batch_size ............................... 64
+  hidden_size ..................................... 2048
+  micro_batch_size ................................ 2
+  num_attention_heads ............................. 16
+  num_layers ...................................... 16
+  padded_vocab_size ............................... 50304
+  seq_length ...................................... 2048
+  tensor_model_parallel_size ...................... 2
+  use_distributed_optimizer ....................... False
+  world_size ...................................... 16
+-------------------- end of arguments ---------------------
+"""
+    options = read_trainer(written(tmp_path, "out.log", log)).options
+    assert (options["gpus"], options["tp"], options["strategy"]) == (16, 2, "ddp")
+
+
+def test_an_option_of_the_command_line_wins_over_the_file(tmp_path: Path, cli: Command) -> None:
+    """Numbers of the model, too; and what the file says is on the other stream."""
+    path = written(tmp_path, "job.toml", TITAN)
+    job = ("run", "--from", str(path), "-c", "dgx-h100", "-g", "8", "--json")
+    plain, other = (
+        cli(*job, *more)[1]
+        for more in (
+            (),
+            ("--micro-batch", "2", "--set", "model.seq_len=2048", "--stack", "nanotron"),
+        )
+    )
+    one, two = json.loads(plain), json.loads(other)
+    assert (one["micro_batch"], two["micro_batch"]) == (1, 2)
+    assert one["tokens_per_gpu_per_step"] == two["tokens_per_gpu_per_step"]
+    assert "nanotron" in two["stack"]
+
+
+def test_a_plan_chooses_what_it_varies(tmp_path: Path, cli: Command) -> None:
+    """The file says model and stack; how GPUs divide it is found."""
+    path = written(tmp_path, "job.toml", TITAN)
+    more = ("-c", "dgx-h100", "-g", "8", "--tokens", "1e10", "--json")
+    answer = json.loads(cli("plan", "--from", str(path), *more)[1])
+    assert answer["choice"]
+    assert answer["candidates"] > 10
+
+
+def test_deepspeed_quantizes_where_it_is_told_to(tmp_path: Path) -> None:
+    """Stage 3 with quantized weights is ZeRO++, with the other parts off."""
+    tree = {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True},
+        "bf16": {"enabled": True},
+    }
+    options = read_trainer(written(tmp_path, "ds.json", json.dumps(tree))).options
+    assert options["strategy"] == "zeropp(hpz=false, qgz=false)"
+
+
+def test_a_file_may_name_another_one(tmp_path: Path) -> None:
+    """Axolotl's names DeepSpeed's; of what both say the first counts."""
+    written(tmp_path, "ds.json", '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}')
+    text = "base_model: NousResearch/Meta-Llama-3-8B\nsequence_len: 4096\nmicro_batch_size: 2\n"
+    path = written(tmp_path, "ax.yaml", text + "deepspeed: ds.json\n")
+    reading = read_trainer(path)
+    assert (reading.options["strategy"], reading.options["micro_batch"]) == ("zero2", 2)
+    assert len(reading.files) == 2
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(CatalogError, match=r"deepspeed names ds\.json, which is no file"):
+        read_trainer(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.toml", "x = ", "is no TOML"),
+        ("a.json", "[1]", "has no keys"),
+        ("a.yaml", "a: [", "is no YAML: line"),
+        ("a.yaml", "learning: 1", "no trainer is known by its keys"),
+        ("a.txt", "hello world", "has no keys"),
+        ("a.toml", TITAN.replace("= 1\n", '= "many"\n'), "training.local_batch_size is 'many'"),
+        ("a.toml", TITAN.replace('"full"', '"some"'), "memory_budget"),
+        ("a.sh", MEGATRON.replace("TP=4", ""), r"tensor_model_parallel_size is \$\{TP\}, which"),
+        (
+            "a.sh",
+            MEGATRON.replace("--num-layers 16", "--micro-batch-size 1"),
+            "no key says the model's layers",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_gets_one_line(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    """With the file, and the key where there is one; a choice that is not known is a warning."""
+    path = written(tmp_path, name, text)
+    if words == "memory_budget":
+        assert words in read_trainer(path).missing[0].became
+        return
+    with pytest.raises(CatalogError, match=words) as caught:
+        read_trainer(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_merges_of_yaml_do_not_grow_without_end(tmp_path: Path) -> None:
+    """A short file of aliases of aliases is refused before it fills the memory."""
+    names = [
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}], k{i}: 1}}" for i in range(1, 40)
+    ]
+    path = written(tmp_path, "a.yaml", "\n".join(["a0: &a0 {k: 1}", *names]))
+    with pytest.raises(CatalogError, match="more than"):
+        read_trainer(path)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=200))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    """As flags, whatever quotes, variables and arrays it has."""
+    values = files.flags(text)
+    assert all(isinstance(key, str) for key in values)
+
+
+def test_every_table_takes_what_a_question_has() -> None:
+    """Options of tables are those that are put together, and what is written is taken."""
+    parts = {"replicas", "shards", "nodes", "gpus_per_node", "data_parallel", "narrow", "size"}
+    parts |= {"chunk_layers"}
+    options = set(Question.__dataclass_fields__) | parts
+    for table in tables():
+        for key, take in table.take.items():
+            head = take.option.partition(".")[0]
+            assert take.option in options or head in {"model", "stack", "strategy", "dim"}, key
+        if table.launch:
+            assert set(table.launch.keys) <= set(table.take)
+
+
+JOBS = {
+    "torchtitan": ("fsdp", "fsdp(shard=node)", "fsdp(reshard_after_forward=false)", "ddp"),
+    "torchtitan-eager": ("fsdp",),
+    "megatron-core": ("ddp", "zero1"),
+    "nanotron": ("ddp", "zero1"),
+    "huggingface": ("ddp", "fsdp(version=1)", "zero2", "zero3"),
+}
+
+
+@given(st.data())
+def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
+    """Stack, strategy, batch, precision, recomputation, and how GPUs divide the model."""
+    folder = Path(data.draw(st.just(str(FOLDER))))
+    stack = data.draw(st.sampled_from(sorted(JOBS)))
+    strategy = data.draw(st.sampled_from(JOBS[stack]))
+    divides = stack != "huggingface" and strategy != "ddp"
+    tp = data.draw(st.sampled_from((1, 2, 4))) if divides else 1
+    pp = data.draw(st.sampled_from((1, 2))) if stack == "megatron-core" and divides else 1
+    steps = data.draw(st.sampled_from((1, 4)))
+    case = Question(
+        cluster="dgx-h100",
+        model="llama3-8b",
+        strategy=strategy,
+        gpus=16,
+        stack=stack,
+        tp=tp,
+        pp=pp,
+        sequence_parallel=tp > 1,
+        micro_batch=data.draw(st.sampled_from((1, 2))),
+        accumulation=steps,
+        precision="bf16",
+        recompute=data.draw(st.sampled_from(("none", "full"))),
+    )
+    result = driver.run(case)
+    lines = launch(case, result)
+    assert lines
+    path = folder / f"{stack}.{lines.file or 'sh'}"
+    path.write_text(lines.text if lines.file else str(lines))
+    more = {} if lines.file != "json" else {"gpus": 16, "recompute": case.recompute}
+    model = {} if "model" in read_trainer(path).options else {"model": "llama3-8b"}
+    again = read_trainer(path).question(cluster="dgx-h100", **model, **more)
+    assert (again.stack, again.parsed.name) == (stack, case.parsed.name)
+    names = ("tp", "pp", "sequence_parallel", "micro_batch", "precision", "recompute", "gpus")
+    assert [getattr(again, n) for n in names] == [getattr(case, n) for n in names]
+    other = driver.run(again)
+    assert other.accumulation == steps
+    assert math.isclose(other.step_time_s, result.step_time_s, rel_tol=0.02)
+
+
+FOLDER = Path()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global FOLDER  # noqa: PLW0603 - Hypothesis wants no fixture of a function
+    FOLDER = tmp_path_factory.mktemp("written")
