@@ -234,7 +234,7 @@ QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]
     ),
     "plan --tokens 1e9": (
         lambda found: found["choice"]["result"],
-        lambda found: f"{found['choice']['totals']['days']:.3g} days",
+        lambda found: f"{found['choice']['totals']['days'] * 1440:.3g} min",
     ),
     "sweep --vary micro_batch=1,2 --jobs 1": (
         lambda found: found[0],

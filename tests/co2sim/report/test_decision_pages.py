@@ -84,7 +84,9 @@ def test_the_chart_of_a_plan_has_the_gamble_with_its_odds(
     cli: Command, plan: tuple[str, ...]
 ) -> None:
     """Where a cheaper option may miss the deadline; the choice is marked beside it."""
-    given = ["0.05 days" if word == "300 days" else word for word in plan]
+    cheapest = json.loads(cli(*plan).out)["choice"]["totals"]
+    deadline = f"{(cheapest['days'] + cheapest['days_high']) / 2} days"
+    given = [deadline if word == "300 days" else word for word in plan]
     found = json.loads(cli(*given, "--report", "r.html").out)
     text = Path("r.html").read_text("utf-8")
     points = drawn_points(held(text, "specs")["options-0"])
