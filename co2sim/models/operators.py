@@ -755,7 +755,8 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
 
 def _check_divides(model: Model, mesh: Mesh) -> None:
     allowed = MESH if model.divisible is True else (model.divisible or "",)
-    used = {name: n for name in MESH if (n := getattr(mesh, name)) is True or n > 1}
+    usual = Mesh()
+    used = {n: size for n in MESH if (size := getattr(mesh, n)) != getattr(usual, n)}
     for name in (name for name in used if name not in allowed):
         why = model.undivided or (
             "of a traced module tp alone divides"

@@ -30,9 +30,10 @@ from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.prediction.job import Job, Stage, call_strategy, stage_of, with_short_rounds
-from co2sim.prediction.measure import between_stages, pass_times, sent_on
+from co2sim.prediction.measure import between_stages, block_times, sent_on, slowdown
 from co2sim.schedule.exchanges import TENSOR
-from co2sim.schedule.mesh import Pipeline, ends
+from co2sim.schedule.mesh import OF_STAGES
+from co2sim.schedule.pipeline import Held, PartTimes, PassTime, Pipeline, ends
 from co2sim.schedule.schedule import Collective, Compute, Op
 from co2sim.simulation.costs import cost_of, traffic, work_time
 from co2sim.simulation.noise import QUIET
@@ -56,36 +57,29 @@ class Least(NamedTuple):
     computing: Seconds
 
 
-class Passes(NamedTuple):
-    """Running sums over the blocks, from 0 on, of one entry more than there are blocks.
+class Passes:
+    """Those over the blocks of one GPU's share of a job, as running sums.
 
-    Passes with their exchanges forward and backward; and of both computing, exchanges beside it,
-    and those that a pass waits for.
+    Of exchanges on one machine nothing is known.
     """
 
-    forward: Sequence[Seconds]
-    backward: Sequence[Seconds]
-    computing: Sequence[Seconds]
-    beside: Sequence[Seconds]
-    blocking: Sequence[Seconds]
-
-    @classmethod
-    def of(cls, job: Workload, cluster: Cluster) -> "Passes":
-        """Those of one GPU's share of a job. Of exchanges on one machine nothing is known."""
-        taken: dict[int, tuple[Seconds, ...]] = {}
+    def __init__(self, job: Workload, cluster: Cluster) -> None:
+        """Time every kind of block once."""
+        taken: dict[int, Sequence[Seconds]] = {}
         alone = cache(lambda work: cost_of(work, cluster).duration_alone(cluster))
-        rows: list[tuple[Seconds, ...]] = []
+        rows: list[Sequence[Seconds]] = []
         free = cluster.host is not None
         for work in job.share.works():
             if id(work.forward) not in taken:
-                there, back = (
-                    pass_times(half, cluster, job.precision, free=free, alone=alone)
-                    for half in (work.forward, work.backward)
-                )
-                both = (first + second for first, second in zip(there, back, strict=True))
-                taken[id(work.forward)] = there.took, back.took, *both
+                times = block_times(work, cluster, job.precision, free=free, alone=alone)
+                taken[id(work.forward)] = *times.forward, *times.backward, times.weights
             rows.append(taken[id(work.forward)])
-        return cls(*(tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)))
+        self._sums = [tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)]
+
+    def over(self, start: int, end: int) -> PartTimes:
+        """Those of the blocks from one to another."""
+        sums = [column[end] - column[start] for column in self._sums]
+        return PartTimes(PassTime(*sums[:4]), PassTime(*sums[4:8]), sums[8])
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +247,7 @@ class Shared:
         The ops of fewer nodes are the same, and those of a divided optimizer take no less.
         """
         work, nodes = job.workload, job.stage_cluster.nodes
-        size = number, work.pp, work.interleave, steps, nodes if self._all is None else nodes == 1
+        size = number, *_stages_of(work), steps, nodes if self._all is None else nodes == 1
         key = title(job.strategy), *size, *_inside(job)
         stage = self._stages.get(key)
         if stage is None:
@@ -286,7 +280,7 @@ class Shared:
     def _kept(self, job: Job, steps: int, figure: Callable[[Stage], T]) -> T:
         job = self._fewer(job)
         work, layout = job.workload, job.stage_cluster.layout
-        key = figure, title(job.strategy), work.pp, work.interleave, steps, layout, *_inside(job)
+        key = figure, title(job.strategy), *_stages_of(work), steps, layout, *_inside(job)
         if key not in self._figures:
             self._figures[key] = figure(self.stage(job, 0, steps))
         return cast("T", self._figures[key])
@@ -301,7 +295,7 @@ class Shared:
         if self._all is None or fewer == nodes:
             return job
         try:
-            smaller = cluster.resized(fewer * job.workload.pp * cluster.gpus_per_node)
+            smaller = cluster.resized(fewer * job.workload.apart * cluster.gpus_per_node)
         except OptionError:
             return job
         like = replace(job, cluster=smaller)
@@ -314,9 +308,8 @@ class Shared:
         if key not in self._jobs:
             self._jobs[key] = work.share
         share = self._jobs[key]
-        if (share.pp, share.interleave) == (work.pp, work.interleave):
-            return share
-        return replace(share, pp=work.pp, interleave=work.interleave)
+        stages = {name: getattr(work, name) for name in OF_STAGES}
+        return share if _stages_of(share) == _stages_of(work) else replace(share, **stages)
 
     def passes(self, job: Job, share: Workload, micro_batch: int, recompute: str) -> Passes:
         """Of all blocks; exchanges inside a node are the same on any number of nodes."""
@@ -324,8 +317,13 @@ class Shared:
         key = cluster.name, *_inside(job), micro_batch, recompute
         if key not in self._passes:
             sized = replace(share, micro_batch=micro_batch, recompute=recompute)
-            self._passes[key] = Passes.of(sized, cluster)
+            self._passes[key] = Passes(sized, cluster)
         return self._passes[key]
+
+
+def _stages_of(work: Workload) -> tuple[object, ...]:
+    """Which layers are where."""
+    return tuple(getattr(work, name) for name in OF_STAGES)
 
 
 def _inside(job: Job) -> tuple[object, ...]:
@@ -350,8 +348,7 @@ class StepBound:
         spreads = built_in and stage.nodes > 1
         self._slowdown = expected_slowest(stage.node_spread, stage.nodes) if spreads else 1.0
         self._quiet = job.options.noise == QUIET
-        beside = job.cluster.interference if built_in else 0.0
-        self._slower = beside / (1 + beside)
+        self._slower = slowdown(job.cluster) if built_in else 0.0
         self._counts = [len(self._work.model.blocks) - 2]
         self._between = 0.0
         if self._work.pp > 1:
@@ -367,9 +364,13 @@ class StepBound:
         stages = self._stages(micro_batch, recompute)
         first = self._step(stages, steps, _NOTHING, 0.0)
         longest = ahead = 0.0
-        for there, back in zip(stages.forward, stages.backward, strict=True):
-            longest = max(longest, ahead + steps * (sum(there) + sum(back)))
-            ahead += there[0] + back[0] + 2 * self._between
+        if self._work.schedule == "1f1b":
+            for stage, part in zip(stages.each, stages.parts, strict=False):
+                longest = max(longest, ahead + steps * stage.took)
+                ahead += part.took + 2 * self._between
+        elif self._work.schedule == "dualpipe":  # exchanges are hidden behind computing
+            there, back, _ = stages.each[0]
+            first -= steps * (stages.each[0].took - there.together(back))
         return Least(max(longest, first), steps * stages.computing)
 
     def close(self, micro_batch: int, steps: int, recompute: str) -> Least:
@@ -380,25 +381,26 @@ class StepBound:
         more = self._more(steps)
         step = self._step(stages, steps, more, more.waits if recompute == "none" else more.again)
         if self._work.pp > 1:
-            pipeline = Pipeline(self._work.pp, self._work.interleave, steps)
-            ended = ends(pipeline, stages.forward, stages.backward, self._between)[0]
-            passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
-            step = ended + max(0.0, step - passes)
+            ended = ends(self._pipeline(steps), stages.parts, self._between, self._slower)[0]
+            step = ended + max(0.0, step - steps * stages.each[0].took)
         return Least(step, steps * stages.computing)
 
     def _step(self, stages: "_Stages", steps: int, more: _Added, waits: Seconds) -> Seconds:
         """Of the first stage alone."""
-        passes = steps * (sum(stages.forward[0]) + sum(stages.backward[0]))
-        computing, beside, blocking = (steps * part for part in stages.first)
+        there, back, _ = stages.each[0]
+        passes = steps * stages.each[0].took
+        computing, beside, blocking = (
+            steps * (mine + other) for mine, other in zip(there[1:], back[1:], strict=True)
+        )
         share = self._slower
         main = max(passes, self._slowdown * computing + share * beside + blocking)
         main += self._slowdown * more.fixed + waits
         main += share * max(0.0, more.sends - more.waits - blocking - beside)
-        chained = passes - sum(stages.backward[0]) + more.chain
+        chained = passes - back.took + more.chain
         return max(main, more.busy, chained)
 
     def _stages(self, micro_batch: int, recompute: str) -> "_Stages":
-        """The passes of a micro-step on each stage, over each chunk of its layers."""
+        """The passes of a micro-step over each part of the layers."""
         key = micro_batch, recompute
         if key not in self._stages_of:
             self._stages_of[key] = self._made(micro_batch, recompute)
@@ -412,16 +414,12 @@ class StepBound:
             if every > 1:
                 return self._one_by_one(micro_batch, every, cuts)
         all_ = self._shared.passes(self.job, work, micro_batch, recompute)
-        parts = list(pairwise(cuts))
-        there, back, computing, beside, blocking = (
-            [column[end] - column[start] for start, end in parts] for column in all_
-        )
-        chunks = [
-            (tuple(there[stage :: work.pp]), tuple(back[stage :: work.pp]))
-            for stage in range(work.pp)
-        ]
-        first = tuple(sum(column[:: work.pp]) for column in (computing, beside, blocking))
-        return _Stages([chunk[0] for chunk in chunks], [chunk[1] for chunk in chunks], first)
+        return self._staged([all_.over(start, end) for start, end in pairwise(cuts)])
+
+    def _staged(self, parts: Sequence[PartTimes]) -> "_Stages":
+        work = self._work
+        own = (work.parts_of(stage) for stage in range(work.pp))
+        return _Stages(parts, [PartTimes.over([parts[n] for n in of]) for of in own])
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
         """Where every second layer, say, of a stage is made again, as if it were a model."""
@@ -429,25 +427,22 @@ class StepBound:
             self._shared.passes(self.job, self._work, micro_batch, recompute)
             for recompute in ("full", "none")
         )
-        blocks, parts = self._work.model.blocks, list(pairwise(cuts))
-        sums = list[list[list[Seconds]]]()
+        blocks, parts = self._work.model.blocks, dict[int, PartTimes]()
         for stage in range(self._work.pp):
-            layer, of_stage = 0, list[list[Seconds]]()
-            for start, end in parts[stage :: self._work.pp]:
-                of_chunk = [0.0] * len(plain)
-                for block in range(start, end):
+            layer = 0
+            for part in self._work.parts_of(stage):
+                times = list[PartTimes]()
+                for block in range(cuts[part], cuts[part + 1]):
                     inside = blocks[block].is_layer
                     layer += inside
                     taken = again if inside and layer % every == 0 else plain
-                    for index, column in enumerate(taken):
-                        of_chunk[index] += column[block + 1] - column[block]
-                of_stage.append(of_chunk)
-            sums.append(of_stage)
-        first = tuple(sum(sums_of[index] for sums_of in sums[0]) for index in (2, 3, 4))
-        forward, backward = (
-            [[sums_of[way] for sums_of in stage] for stage in sums] for way in (0, 1)
-        )
-        return _Stages(forward, backward, first)
+                    times.append(taken.over(block, block + 1))
+                parts[part] = PartTimes.over(times)
+        return self._staged([parts[part] for part in sorted(parts)])
+
+    def _pipeline(self, steps: int) -> Pipeline:
+        work = self._work
+        return Pipeline(work.pp, work.chunks, steps, work.schedule)
 
     def _more(self, steps: int) -> _Added:
         """Of a number of micro-steps: all in the midst add as much."""
@@ -489,13 +484,12 @@ class StepBound:
 
         Raises Co2simError for what the strategy, or the order of passes, does not allow.
         """
-        work, held, strategy = self._first, 1.0, self.job.strategy
+        work, held, strategy = self._first, Held(1.0, 0.0), self.job.strategy
         sized = replace(work, micro_batch=micro_batch, accumulation=steps, recompute=recompute)
         if work.pp > 1:
-            pipeline = Pipeline(work.pp, work.interleave, steps)
-            held = pipeline.microbatches_in_flight(0, self._counts[:: work.pp])
+            held = self._pipeline(steps).held(0, [self._counts[n] for n in work.parts_of(0)])
         items = call_strategy(strategy, strategy.memory, sized, self.job.layout)
-        return float(timeline(sized, items, held).total.max())
+        return float(timeline(sized, items, *held).total.max())
 
     @cached_property
     def _first(self) -> Workload:
@@ -507,16 +501,12 @@ _ALL_KINDS = 3
 
 
 class _Stages(NamedTuple):
-    """The passes of a micro-step: forward and backward by stage and chunk.
+    """The passes of a micro-step over each part of the layers, and over all that a stage has."""
 
-    `first` is computing of the first stage, and the exchanges beside it and those it waits for.
-    """
-
-    forward: Sequence[Sequence[Seconds]]
-    backward: Sequence[Sequence[Seconds]]
-    first: Sequence[Seconds]
+    parts: Sequence[PartTimes]
+    each: Sequence[PartTimes]
 
     @property
     def computing(self) -> Seconds:
         """Of the first stage."""
-        return self.first[0]
+        return self.each[0].forward.computing + self.each[0].backward.computing

@@ -149,7 +149,7 @@ def choose_batch(question: Question, done: Done | None = None) -> tuple[Question
         wanted, source = samples_of(question.global_batch, model, adapters=bool(question.lora))
         micro = question.micro_batch
         unit = 1 if micro == AUTO else convert.whole("micro_batch", micro)
-        unit *= question.pp if question.interleave > 1 else 1  # interleaved stages take turns
+        unit *= 1 if question.takes(1) else question.pp  # stages take turns
         most = MAX_SAMPLES if question.global_batch == AUTO else math.inf
         share = min(wanted / groups / unit, most)
         each = _easily_divided(share) * unit
@@ -289,7 +289,7 @@ def _micro_batches(question: Question, groups: int) -> list[tuple[int, int]]:
         return [(micro, max(1, samples // micro))]
     pairs = [(micro, samples // micro) for micro in divisors(samples)]
     pairs = [pair for pair in pairs if pair[1] <= _MOST_STEPS] or pairs[-1:]
-    by_turns = [p for p in pairs if question.interleave == 1 or p[1] % question.pp == 0]
+    by_turns = [pair for pair in pairs if question.takes(pair[1])]
     return by_turns or pairs[:1]
 
 

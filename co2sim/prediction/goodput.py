@@ -529,7 +529,7 @@ def trained_of(
     strategy = parse(result.strategy) if strategy is None else strategy
     workers = 1
     if isinstance(strategy, LocalSteps):
-        nodes, each = max(1, result.nodes // result.pp), result.gpus // result.pp
+        nodes, each = max(1, result.nodes // result.apart), result.gpus // result.apart
         sites = cluster.resized(result.gpus).sites if cluster.sites > 1 and nodes > 1 else 1
         layout = result.ranks(Layout(nodes, each // nodes, sites))
         workers = Replica.of(strategy).workers(layout)

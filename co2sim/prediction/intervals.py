@@ -68,7 +68,7 @@ def alike(result: Result) -> Setting:
         parameters=1,
         shares=shares(result.strategy),
         divided=result.layer_gpus,
-        tokens=result.tokens_per_gpu_per_step * result.pp / result.accumulation,
+        tokens=result.tokens_per_gpu_per_step * result.apart / result.accumulation,
         nodes=result.nodes,
         exposed=result.exposed_share,
         host=min(1.0, result.host_load or 0.0),

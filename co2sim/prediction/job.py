@@ -20,7 +20,8 @@ from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.models.operators import Block, Model, Product
 from co2sim.schedule.exchanges import apply_tensor_parallelism
-from co2sim.schedule.mesh import Mesh, Pipeline
+from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import Held, Pipeline
 from co2sim.schedule.schedule import Layout, Schedule
 from co2sim.simulation.noise import RunOptions
 from co2sim.strategies import LocalSteps, Strategy, is_built_in, options_of, with_options
@@ -237,17 +238,17 @@ class Stage:
     @property
     def layers(self) -> list[int]:
         """The layers of each of its chunks."""
-        model, work = self.job.model, self.workload
-        return work.layer_counts(len(model.blocks) - 2)[self.number :: work.pp]
+        counts = self.workload.layer_counts(len(self.job.model.blocks) - 2)
+        return [counts[part] for part in self.workload.parts_of(self.number)]
 
     @property
-    def microbatches_in_flight(self) -> float:
+    def held(self) -> Held:
         """Of how many micro-batches it holds activations. Raises OptionError, see `Pipeline`."""
         work = self.workload
         if work.pp == 1:
-            return 1.0
-        order = Pipeline(work.pp, work.interleave, work.accumulation)
-        return order.microbatches_in_flight(self.number, self.layers)
+            return Held(1.0, 0.0)
+        order = Pipeline(work.pp, work.chunks, work.accumulation, work.schedule)
+        return order.held(self.number, self.layers)
 
     def timeline(self) -> Timeline:
         """What PyTorch allocates on a GPU, by moment and item."""
@@ -256,7 +257,7 @@ class Stage:
             whole = replace(share, model=self.job.workload.share.model)
             share = stage_of(whole, self.number, layers_by_cost(whole))
         held = call_strategy(self.strategy, self.strategy.memory, share, self.layout)
-        return timeline(share, held, self.microbatches_in_flight)
+        return timeline(share, held, *self.held)
 
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU at the peak by item, and in all."""
@@ -281,16 +282,16 @@ def stage_cluster(cluster: Cluster, mesh: Mesh) -> Cluster:
 
 
 def layers_by_cost(share: Workload) -> list[int]:
-    """The layers of each stage, where the next one begins behind an equal part of the products.
+    """The layers of each part, where the next one begins behind an equal part of the products.
 
     Source: nanotron v0.4, models/base.py, build_model; get_block_compute_costs of models/llama.py.
     """
     costs = [sum(op.flops for op in block.of(Product)) for block in share.model.blocks[1:]]
-    counts = [0] * share.pp
+    counts = [0] * share.parts
     stage, behind = 0, list(accumulate(costs))
     for place in behind[:-1]:
         counts[stage] += 1
-        stage += bool(place > behind[-1] * (stage + 1) / share.pp)
+        stage += bool(place > behind[-1] * (stage + 1) / share.parts)
     return counts
 
 
@@ -307,13 +308,14 @@ def chunks_of(share: Workload, stage: int, counts: Sequence[int] = ()) -> list[l
         )
     counts = counts or share.layer_counts(len(layers))
     chunks: list[list[Block]] = []
-    for part in range(stage, stages * share.interleave, stages):
+    parts = share.parts_of(stage)
+    for part in parts:
         start = sum(counts[:part])
         chunks.append(list(layers[start : start + counts[part]]))
-    if stage == 0:
+    if 0 in parts:
         chunks[0] = [first, *chunks[0]]
-    if stage == stages - 1:
-        chunks[-1] = [*chunks[-1], last.untied()]
+    if share.parts - 1 in parts:
+        chunks[-1] = [*chunks[-1], last if 0 in parts else last.untied()]
     return chunks
 
 

@@ -9,8 +9,7 @@ A job without a pipeline has one stage, and its step is that of the stage.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from co2sim.common.units import Bytes, Seconds
@@ -18,14 +17,15 @@ from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.prediction.job import Job, Stage, chunks_of, stage_of
 from co2sim.prediction.notes import beyond_the_table
 from co2sim.prediction.result import Result
-from co2sim.schedule.mesh import MESH, Mesh, Pipeline, ends
+from co2sim.schedule.mesh import MESH, OF_STAGES, Mesh
+from co2sim.schedule.pipeline import PartTimes, PassTime, Pipeline, busy, ends
 from co2sim.schedule.schedule import Collective, Compute, Kind, tensor
 from co2sim.simulation import metrics
 from co2sim.simulation.costs import compute_time, cost_of, kernel_parts, peak_flops, traffic
 from co2sim.simulation.trace import Trace
 from co2sim.strategies.step import title
 from co2sim.training.memory import allocated
-from co2sim.training.workload import Workload
+from co2sim.training.workload import BlockWork, Workload
 
 _SEND = "send_receive"
 """In breakdowns: what stages send each other."""
@@ -131,14 +131,15 @@ def rates(job: Job, step_time: Seconds) -> dict[str, Any]:
 def order_of(job: Job) -> Pipeline:
     """That of the passes of a step. Raises OptionError for what it does not allow."""
     work = job.workload
-    return Pipeline(work.pp, work.interleave, work.accumulation)
+    return Pipeline(work.pp, work.chunks, work.accumulation, work.schedule)
 
 
 def _undivided(work: Workload) -> Workload:
     """As if one GPU did all of every stage."""
     if work.is_plain:
         return work
-    return replace(work, **Mesh(pp=work.pp, interleave=work.interleave).mesh_values())
+    stages = {name: getattr(work, name) for name in OF_STAGES}
+    return replace(work, **Mesh(**stages).mesh_values())
 
 
 def _hardware_flops(job: Job) -> float:
@@ -286,16 +287,16 @@ class Line:
         if not self.several:
             return {}
         steps = self.stages[0].steps
-        idle = self.paid.ended[0] - self.paid.passes[0]
+        idle = max(0.0, self.paid.ended[0] - self.paid.first)
         return {_SEND: self.sending * steps, "idle": idle * steps}
 
     @cached_property
     def _messages(self) -> int:
-        """The first stage sends the outputs of all chunks, and gradients of all but its first.
+        """Those that the first stage sends: outputs of its chunks, and gradients of their inputs.
 
         It receives as many messages, each of which GPUs that share layers gather.
         """
-        return (2 * self.order.chunks - 1) * self.order.micros if self.several else 0
+        return self.order.messages(0) if self.several else 0
 
     @property
     def sent(self) -> dict[str, Bytes]:
@@ -312,64 +313,84 @@ class Line:
     @property
     def far(self) -> Bytes:
         """By the NICs of a node of the first stage in a step."""
-        cluster, stage = self.job.cluster, self.job.stage_cluster
+        cluster = self.job.cluster
         if not self.several or cluster.nodes == 1:
             return 0.0
-        crossing = min(cluster.gpus_per_node, stage.layout.world_size)
+        crossing = min(cluster.gpus_per_node, cluster.layout.world_size // self.order.stages)
         return self._messages * sent_on(self.job.workload).bytes * crossing
 
 
 class _Ended(NamedTuple):
-    """When each stage has ended its passes, what these take, and when the last ends its step."""
+    """When each stage has ended its passes, what the first one's take, and when the step ends."""
 
     ended: Sequence[Seconds]
-    passes: Sequence[Seconds]
+    first: Seconds
     step: Seconds
 
     @classmethod
     def of(
         cls,
         line: Line,
-        passes: Mapping[int, tuple[tuple[Seconds, ...], tuple[Seconds, ...]]],
+        passes: Mapping[int, Sequence[PartTimes]],
         steps: Sequence[Seconds],
         between: Seconds,
     ) -> "_Ended":
-        """`passes` forward and backward by chunk of each kind of stage, `steps` of each alone."""
-        forward, backward = zip(*(passes[stage] for stage in line.job.alike), strict=True)
-        ended = ends(line.order, forward, backward, between)
-        taken = [
-            line.order.micros * (sum(there) + sum(back))
-            for there, back in zip(forward, backward, strict=True)
-        ]
+        """`passes` of the chunks of each kind of stage, `steps` of each alone."""
+        work, micros = line.job.workload, line.order.micros
+        of_parts = {
+            part: times
+            for stage, kind in enumerate(line.job.alike)
+            for part, times in zip(work.parts_of(stage), passes[kind], strict=True)
+        }
+        times = [of_parts[part] for part in sorted(of_parts)]
+        slower = slowdown(line.job.cluster)
+        ended = ends(line.order, times, between, slower)
+        taken = [micros * sum(part.took for part in passes[kind]) for kind in line.job.alike]
         behind = (max(0.0, step - took) for step, took in zip(steps, taken, strict=True))
         step = max(end + more for end, more in zip(ended, behind, strict=True))
-        return cls(ended, taken, step)
+        return cls(ended, busy(line.order, times, 0, slower), step)
 
 
-def _passes(stage: Stage, *, free: bool) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...]]:
-    """Of a micro-batch over each chunk of a stage, forward and backward."""
-    work, cluster = stage.workload, stage.cluster
-    counts = [len(part) for part in chunks_of(stage.job.workload.share, stage.number)]
-
-    def times(halves: Sequence[Compute]) -> tuple[Seconds, ...]:
-        taken = iter([pass_times(half, cluster, work.precision, free=free).took for half in halves])
-        return tuple(sum(islice(taken, count)) for count in counts)
-
-    blocks = work.works()
-    return times([block.forward for block in blocks]), times([block.backward for block in blocks])
+def slowdown(cluster: Cluster) -> float:
+    """Of what exchanges take: by how much computing beside them takes longer."""
+    return cluster.interference / (1 + cluster.interference)
 
 
-class PassTimes(NamedTuple):
-    """Of a pass: computing, exchanges beside it, and those that it waits for."""
+def _passes(stage: Stage, *, free: bool) -> list[PartTimes]:
+    """Of a micro-batch over each chunk of a stage."""
+    work, blocks = stage.workload, iter(stage.workload.works())
+    parts = chunks_of(stage.job.workload.share, stage.number)
+    times = partial(block_times, cluster=stage.cluster, precision=work.precision, free=free)
+    return [PartTimes.over([times(next(blocks)) for _ in part]) for part in parts]
 
-    computing: Seconds
-    beside: Seconds
-    blocking: Seconds
 
-    @property
-    def took(self) -> Seconds:
-        """All of it: what is beside is hidden as far as computing is long enough."""
-        return self.blocking + max(self.computing, self.beside)
+def block_times(
+    work: BlockWork,
+    cluster: Cluster,
+    precision: str,
+    *,
+    free: bool,
+    alone: Callable[[Collective], Seconds] | None = None,
+) -> PartTimes:
+    """Of a micro-batch over a block; see `pass_times`."""
+    there, back = (
+        pass_times(half, cluster, precision, free=free, alone=alone)
+        for half in (work.forward, work.backward)
+    )
+    return PartTimes(there, back, back.computing * _share_of_weights(work, cluster.gpu, precision))
+
+
+def _share_of_weights(work: BlockWork, gpu: GPU, precision: str) -> float:
+    """Of what a backward pass computes: by times of kernels, or by FLOP where none are known."""
+    whole, part = work.backward, work.weights
+    if not (whole.kernels and part.kernels and gpu.kernels):
+        return part.flops / whole.flops if whole.flops else 0.0
+    some, every = (
+        times.products + times.attention + times.elementwise
+        for kernels in (part.kernels, whole.kernels)
+        for times in [kernel_parts(kernels, gpu, gpu.kernels, precision)]
+    )
+    return some / every if every else 0.0
 
 
 def pass_times(
@@ -379,21 +400,21 @@ def pass_times(
     *,
     free: bool,
     alone: Callable[[Collective], Seconds] | None = None,
-) -> PassTimes:
+) -> PassTime:
     """Those of a pass with its exchanges, which `free` ones have not.
 
     `alone` gives the time of an exchange, for who asks often.
     """
     gpu = cluster.gpu
     if free or work.exchanges is None:
-        return PassTimes(compute_time(work, gpu, precision), 0.0, 0.0)
+        return PassTime.of(compute_time(work, gpu, precision), 0.0, 0.0)
     alone = alone or (lambda exchange: cost_of(exchange, cluster).duration_alone(cluster))
     before, beside, behind = (
         sum(map(alone, exchanges))
         for exchanges in (work.exchanges.before, work.exchanges.beside, work.exchanges.behind)
     )
     compute = compute_time(work, gpu, precision, before + beside + behind)
-    return PassTimes(compute, beside, before + behind)
+    return PassTime.of(compute, beside, before + behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +445,7 @@ def between_stages(job: Job, sent: Sent) -> Seconds:
     whole, stage = job.cluster, job.stage_cluster
     link, sharing = whole.intra, 1
     if whole.nodes > 1:
-        link, sharing = whole.inter, min(whole.gpus_per_node, stage.layout.world_size)
+        of_stage = whole.layout.world_size // job.workload.pp
+        link, sharing = whole.inter, min(whole.gpus_per_node, of_stage)
     time = link.latency + whole.call_overhead + sharing * sent.bytes / link.payload_bandwidth
     return time + (cost_of(sent.gathered, stage).duration_alone(stage) if sent.gathered else 0.0)

@@ -31,6 +31,7 @@ from co2sim.hardware.offloading import ASSUMED, unknown
 from co2sim.models.operators import NARROW, Model
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import PipelineSchedule
 from co2sim.schedule.schedule import DType
 from co2sim.simulation.costs import peak_flops
 from co2sim.simulation.noise import QUIET, Noise, RunOptions
@@ -124,7 +125,8 @@ class Question(Mesh):
     is how many rounds are averaged (default 1, or 10 with jitter). `interval` says whether further
     simulations may be spent on the interval. `tp` GPUs of a node share every layer, and train on
     the same samples; with `sequence_parallel` they divide the sequence between matrix products,
-    too. `pp` stages of a pipeline have a part of the layers each, in `interleave` chunks.
+    too. `pp` stages of a pipeline have a part of the layers each, in `interleave` chunks, and
+    `schedule` is the order of their passes.
 
     Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
@@ -340,6 +342,7 @@ class Question(Mesh):
         sized = stated.resized(self.gpus) if self.gpus is not None else stated
         strategy = self.parsed
         _check_sites(strategy, stated)
+        self.check()
         if self.experts_apart and not strategies.says(strategy, "divides_experts"):
             raise OptionError(
                 f"{self.expert_words} combines with ddp, zero1, zero2 and fsdp; not with"
@@ -394,7 +397,6 @@ class Question(Mesh):
         stack = self.used_stack(cluster.gpu)
         gathered = stack.keep_gathered and self.sequence_parallel
         check_applies(self.recompute, model, self.pp, gathered=gathered)
-        self.check()
         accumulation = self._accumulation(self.replicas_in(cluster.layout))
         return Workload(
             model=model,
@@ -576,6 +578,7 @@ class JobOptions(TypedDict, total=False):
     cp: Count
     pp: Count
     interleave: Count
+    schedule: PipelineSchedule
     global_batch: Count | None
     precision: str | None
     attention: AttentionKernel | None

@@ -106,9 +106,9 @@ def scale_of_case(case: Question) -> Scale:
     if case.gpus is not None:
         cluster = cluster.resized(case.gpus)
     strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    nodes = max(1, cluster.nodes // case.pp)
+    nodes = max(1, cluster.nodes // case.apart)
     sites = cluster.sites if nodes % cluster.sites == 0 else 1
-    layout = Layout(nodes, cluster.layout.world_size // case.pp // nodes, sites)
+    layout = Layout(nodes, cluster.layout.world_size // case.apart // nodes, sites)
     return Scale(model.parameters, workers_of(strategy, case.ranks(layout)))
 
 

@@ -5,12 +5,9 @@ in one stage of a pipeline (`pp`), which is a run of consecutive GPUs, and what 
 is data parallel. Experts are divided among consecutive GPUs of a stage (`ep`), whatever else these
 divide.
 
-`Pipeline` is the order of passes in stages (1F1B), and `ends` says when each stage has ended its
-own. A stage with several chunks has every `pp`-th of all chunks (Narayanan et al. 2021, arXiv
-2104.04473, section 2.2).
+A stage has one or several parts of the layers, as its schedule says (`schedule.pipeline`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import groupby
@@ -18,7 +15,7 @@ from typing import Annotated, Any
 
 from co2sim.common.convert import Within, declared, option
 from co2sim.common.errors import OptionError
-from co2sim.common.units import Seconds
+from co2sim.schedule.pipeline import PipelineSchedule, parts_of
 from co2sim.schedule.schedule import NODE, WORLD, Group, Layout, block, replicas_of_experts
 
 _MOST = 1024
@@ -56,10 +53,17 @@ class Mesh:
         "job",
     )
     pp: Annotated[int, Within((1, _MOST))] = option(
-        1, "Stages of a pipeline (1F1B), each with a part of the layers.", "pipeline"
+        1, "Stages of a pipeline, each with a part of the layers.", "pipeline"
     )
     interleave: Annotated[int, Within((1, _MOST_CHUNKS))] = option(
         1, "Chunks of layers of each stage of a pipeline.", "pipeline"
+    )
+    schedule: PipelineSchedule = option(
+        "1f1b",
+        "Order of passes in a pipeline: 1f1b; zb_h1 or zbv, with gradients of weights later (zero"
+        " bubble; zbv has two chunks a stage, in a V); or dualpipe (micro-batches in both"
+        " directions: each GPU has the layers of two stages).",
+        "pipeline",
     )
 
     def __post_init__(self) -> None:
@@ -75,15 +79,56 @@ class Mesh:
 
     def check(self) -> None:
         """Refuse what divides nothing. Raises OptionError."""
+        if self.problem:
+            raise OptionError(self.problem)
+
+    @property
+    def problem(self) -> str:
+        """Why it divides nothing; empty where it does."""
         if self.sequence_parallel and self.tp == 1:
-            raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
-        if self.interleave > 1 and self.pp == 1:
-            raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
+            return "sequence_parallel=true needs tp of 2 or more: it divides no more"
+        order = "" if self.schedule == "1f1b" else f"schedule={self.schedule}"
+        if self.pp == 1 and (order or self.interleave > 1):
+            return f"{order or f'interleave={self.interleave}'} needs pp of 2 or more"
+        if self.in_v and self.interleave > 1:
+            return f"{order} does not combine with interleave={self.interleave}: it has two chunks"
+        if self.schedule == "dualpipe" and self.pp % 2:
+            return f"{order} needs an even pp, and pp is {self.pp}"
+        return ""
+
+    @property
+    def in_v(self) -> bool:
+        """Whether a stage has two chunks of layers, equally far from both ends."""
+        return self.schedule in {"zbv", "dualpipe"}
+
+    @property
+    def chunks(self) -> int:
+        """Of layers, on each stage."""
+        return 2 if self.in_v else self.interleave
+
+    def takes(self, micro_steps: int) -> bool:
+        """Whether stages can take so many micro-batches; see `Pipeline`."""
+        if self.schedule == "dualpipe":
+            return micro_steps >= self.pp
+        return self.interleave == 1 or micro_steps % self.pp == 0
+
+    @property
+    def parts(self) -> int:
+        """Of the layers, of as many each as far as possible: a chunk of a stage has one."""
+        return self.pp * (1 if self.schedule == "dualpipe" else self.chunks)
+
+    @property
+    def apart(self) -> int:
+        """Groups of GPUs that have different layers: `pp`, or half of it, where each has two parts.
+
+        Both stages that have the same layers with dualpipe are data parallel.
+        """
+        return max(1, self.pp // 2) if self.schedule == "dualpipe" else self.pp
 
     @property
     def together(self) -> int:
-        """GPUs that train on the same samples."""
-        return self.tp * self.cp * self.pp
+        """GPUs that train on the same samples; with dualpipe half of those that do in turn."""
+        return self.tp * self.cp * self.apart
 
     @property
     def in_stage(self) -> int:
@@ -92,8 +137,8 @@ class Mesh:
 
     @property
     def layer_gpus(self) -> int:
-        """GPUs among which the layers of the model are divided: `tp` x `pp`."""
-        return self.tp * self.pp
+        """GPUs among which the layers of the model are divided."""
+        return self.tp * self.apart
 
     @property
     def is_plain(self) -> bool:
@@ -104,7 +149,8 @@ class Mesh:
         """Such as "tp 4 + sp, pp 4 x 5 chunks"; empty for data parallelism alone."""
         sequence = " + sp" * self.sequence_parallel
         chunks = f" x {self.interleave} chunks" if self.interleave > 1 else ""
-        parts = {"tp": sequence, "cp": "", "ep": "", "pp": chunks}
+        order = "" if self.schedule == "1f1b" else f" {self.schedule}"
+        parts = {"tp": sequence, "cp": "", "ep": "", "pp": chunks + order}
         numbers = ((name, getattr(self, name), more) for name, more in parts.items())
         return ", ".join(f"{name} {size}{more}" for name, size, more in numbers if size > 1)
 
@@ -113,6 +159,7 @@ class Mesh:
         """How GPUs divide the model, as a text; empty where each has all of it."""
         along = ", the sequence between products, too" if self.sequence_parallel else ""
         chunks = f" of {self.interleave} chunks each" if self.interleave > 1 else ""
+        chunks += "" if self.schedule == "1f1b" else f" ({self.schedule})"
         parts = {
             f"each layer on {self.tp} GPUs{along}": self.tp,
             f"experts on {self.ep} GPUs": self.ep,
@@ -204,7 +251,12 @@ class Mesh:
                 f"pp={self.pp} does not divide {gpus} GPUs into full nodes of {g}, or into equal"
                 " parts of nodes"
             )
-        return each
+        return gpus // self.apart
+
+    def parts_of(self, stage: int) -> tuple[int, ...]:
+        """The parts of the layers that a stage has, as a sample passes them."""
+        parts = parts_of(self.pp, self.chunks, stage, in_v=self.in_v)
+        return tuple(sorted(part % self.parts for part in parts))
 
     def layer_counts(self, layers: int) -> list[int]:
         """The layers of each chunk of all stages, in the order in which a sample passes them.
@@ -215,13 +267,14 @@ class Mesh:
         --account-for-loss-in-pipeline-split of Megatron-LM). Elsewhere the first chunks have one
         more. Raises OptionError where there are fewer layers than chunks.
         """
-        parts = self.pp * self.interleave
+        parts = self.parts
         each, more = divmod(layers, parts)
         if more and not (layers + 2) % parts:
             middle = (layers + 2) // parts
             return [middle - 1, *[middle] * (parts - 2), middle - 1]
         if not each:
             chunks = f" x interleave={self.interleave}" if self.interleave > 1 else ""
+            chunks += " x 2 chunks of schedule=zbv" if self.schedule == "zbv" else ""
             raise OptionError(
                 f"pp={self.pp}{chunks} is more than the {layers} layers: each has one at least"
             )
@@ -237,9 +290,13 @@ class Mesh:
             f"{times} x {count}" if times > 1 else f"{count}" for count, times in runs
         )
         chunks = f" of {self.interleave} chunks, in turn" if self.interleave > 1 else ""
+        chunks += " of 2 chunks, in a V" if self.schedule == "zbv" else ""
         ends = "; embedding and head count as a layer each" if counts[0] < counts[1] else ""
         return f"the {layers} layers are split unevenly on {self.pp} stages{chunks}: {words}{ends}"
 
+
+OF_STAGES = ("pp", "interleave", "schedule")
+"""Those fields that say which layers a stage has."""
 
 MESH = tuple(field.name for field in fields(Mesh))
 """The names of the fields."""
@@ -248,118 +305,6 @@ MESH = tuple(field.name for field in fields(Mesh))
 @lru_cache(maxsize=256, typed=True)
 def _are_converted(stated: tuple[Any, ...]) -> bool:
     """Whether these are what a mesh holds already; a job is changed more often than its mesh."""
-    return all(type(value) in {int, bool} for value in stated) and list(stated) == list(
+    return all(type(value) in {int, bool, str} for value in stated) and list(stated) == list(
         declared(Mesh, dict(zip(MESH, stated, strict=True))).values()
     )
-
-
-_NOT_YET: Seconds = -1.0
-MAX_PASSES = 2_000_000
-"""Of all stages in a step: seconds of computing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """`stages` with `chunks` of layers each, and the micro-batches of a step.
-
-    Raises OptionError for what the order does not allow, and for too many passes.
-    """
-
-    stages: int
-    chunks: int
-    micros: int
-
-    def __post_init__(self) -> None:
-        """Refuse micro-batches that interleaved stages cannot take in turn."""
-        passes = 2 * self.stages * self.chunks * self.micros
-        if passes > MAX_PASSES:
-            raise OptionError(
-                f"pp={self.stages}, interleave={self.chunks} and {self.micros:,} micro-steps are"
-                f" {passes:,} passes in a step; at most {MAX_PASSES:,} are simulated"
-            )
-        if self.chunks > 1 and self.micros % self.stages:
-            raise OptionError(
-                f"interleave={self.chunks} needs micro-steps in multiples of pp={self.stages}, and"
-                f" a step has {self.micros}; give accumulation or global_batch"
-            )
-
-    def warm_up(self, stage: int) -> int:
-        """Forward passes before the first backward pass of a stage."""
-        later = self.stages - 1 - stage
-        if self.chunks > 1:
-            later = 2 * later + (self.chunks - 1) * self.stages
-        return min(later, self.chunks * self.micros)
-
-    def microbatches_in_flight(self, stage: int, counts: Sequence[int]) -> float:
-        """The most whose activations a stage holds; its chunks have `counts` layers."""
-        if len(set(counts)) == 1:
-            return min(self.warm_up(stage) + 1, self.chunks * self.micros) / self.chunks
-        most = now = 0
-        for pass_index in self.order(stage):
-            backward, part = divmod(pass_index // self.micros, self.stages * self.chunks)
-            now += counts[part // self.stages] * (1 - 2 * backward)
-            most = max(most, now)
-        return most / sum(counts)
-
-    def order(self, stage: int) -> list[int]:
-        """The numbers of the passes of a stage in turn.
-
-        Parts of the layers are numbered in turn, all first chunks first: `part` is that of a chunk
-        of a stage. A forward pass has the number part x micros + micro-batch, and a backward pass
-        as many more as there are forward passes.
-        """
-        forward, backward = (self._of(stage, way) for way in (False, True))
-        before = self.warm_up(stage)
-        order = forward[:before]
-        for pair in zip(forward[before:], backward, strict=False):
-            order += pair
-        return order + backward[len(forward) - before :]
-
-    def _of(self, stage: int, backward: bool) -> list[int]:  # noqa: FBT001
-        """All passes in one direction: as many micro-batches as stages on each chunk in turn."""
-        group = min(self.stages, self.micros) if self.chunks > 1 else self.micros
-        parts = range(stage, self.stages * self.chunks, self.stages)
-        before = len(parts) * self.stages * self.micros if backward else 0
-        return [
-            before + part * self.micros + micro
-            for first in range(0, self.micros, group)
-            for part in (reversed(parts) if backward else parts)
-            for micro in range(first, first + group)
-        ]
-
-
-def ends(
-    pipeline: Pipeline,
-    forward: Sequence[Sequence[Seconds]],
-    backward: Sequence[Sequence[Seconds]],
-    between: Seconds,
-) -> list[Seconds]:
-    """When each stage ends its last pass; passes take `forward[stage][chunk]`, and `backward`.
-
-    `between` passes from the end of a pass until another stage has what it made.
-    """
-    stages, micros = pipeline.stages, pipeline.micros
-    parts = stages * pipeline.chunks
-    took = [way[n % stages][n // stages] for way in (forward, backward) for n in range(parts)]
-    # a pass waits for that of the part before or behind, the first backward pass for the forward
-    away = [0, *[-micros] * (parts - 1), *[micros] * (parts - 1), -parts * micros]
-    sent = [between if stages > 1 and abs(n) == micros else 0.0 for n in away[:-1]] + [0.0]
-    ended = [_NOT_YET] * (2 * parts * micros)
-    orders = [pipeline.order(stage) for stage in range(stages)]
-    done, free = [0] * stages, [0.0] * stages
-    there_and_back = [*range(stages), *range(stages - 2, 0, -1)]
-    while any(turn < len(order) for turn, order in zip(done, orders, strict=True)):
-        for stage in there_and_back:
-            order, turn, now = orders[stage], done[stage], free[stage]
-            while turn < len(order):
-                pass_index = order[turn]
-                part = pass_index // micros
-                if away[part]:
-                    come = ended[pass_index + away[part]]
-                    if come < 0:
-                        break
-                    now = max(now, come + sent[part])
-                now = ended[pass_index] = now + took[part]
-                turn += 1
-            done[stage], free[stage] = turn, now
-    return free

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Annotated, Any, Literal, TypeAlias
 
-from co2sim.common.convert import Reader, amount, money, option, seconds, share, wholes
+from co2sim.common.convert import Reader, amount, declared, money, option, seconds, share, wholes
 from co2sim.common.errors import Co2simError, OptionError, UnitError
 from co2sim.common.units import parse
 from co2sim.common.validation import whole
@@ -23,6 +23,7 @@ from co2sim.prediction.step_factors import NO_GOAL, ONE_TRAINING, Goal, scale_of
 from co2sim.prediction.totals import DAY, Totals, tokens_of
 from co2sim.prediction.whole import PUBLISHED, published_project
 from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import PipelineSchedule
 from co2sim.simulation.noise import QUIET
 from co2sim.strategies import LocalSteps, Strategy, options_of, says, with_options
 from co2sim.strategies import parse as parse_strategy
@@ -69,6 +70,12 @@ _COUNTS = ("tp", "cp", "ep", "pp", "interleave")
 _Counts: TypeAlias = Annotated[tuple[int, ...] | None, Reader(wholes, "N,N")]
 
 
+def _schedules(name: str, text: str) -> tuple[str, ...]:
+    """Names of schedules between commas, as `Mesh` reads each. Raises OptionError."""
+    parts = (declared(Mesh, {name: part.strip()}) for part in text.split(","))
+    return tuple(part[name] for part in parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """What is tried of each kind of parallelism; None: what the module says, and 1.
@@ -101,7 +108,7 @@ class Axes:
     )
     pp: _Counts = option(
         None,
-        "Stages of a pipeline (1F1B); default, with ddp and zero1: powers of two and what divides"
+        "Stages of a pipeline; default, with ddp and zero1: powers of two and what divides"
         " the layers, up to 32.",
         "plan",
     )
@@ -109,6 +116,12 @@ class Axes:
         None,
         "Chunks of layers of each stage of a pipeline; default: 1, and the fewest and the most of"
         " up to 8 that divide the layers.",
+        "plan",
+    )
+    schedule: Annotated[tuple[PipelineSchedule, ...] | None, Reader(_schedules, "<str>")] = option(
+        None,
+        "Orders of passes in a pipeline, as in `run`, or several: 1f1b,zbv; default: those that the"
+        " stack says it has.",
         "plan",
     )
 
@@ -132,6 +145,8 @@ class Axes:
         }
         if case.sequence_parallel:
             said["sequence_parallel"] = True
+        if case.schedule != "1f1b":
+            said["schedule"] = (case.schedule,)
         return replace(self, **said)
 
     @property
@@ -159,7 +174,7 @@ class Axes:
             chunks = self.interleave or _chunks(layers, pp)
             chunks = (1,) if pp == 1 and len(pps) > 1 else chunks
             for count in chunks:
-                yield Mesh(
+                mesh = Mesh(
                     tp=tp,
                     sequence_parallel=spreads
                     and (tp > 1 or bool(self.tp and self.sequence_parallel)),
@@ -168,6 +183,18 @@ class Axes:
                     pp=pp,
                     interleave=count,
                 )
+                yield from self._ordered(mesh, strategy.name, stack, several=len(pps) > 1)
+
+    def _ordered(self, mesh: Mesh, strategy: str, stack: Stack, *, several: bool) -> Iterator[Mesh]:
+        """The mesh with every schedule; `several` numbers of stages are tried."""
+        kinds = self.schedule or stack.schedules_of(strategy, mesh)
+        if mesh.pp == 1 and (several or not self.schedule):
+            kinds = ("1f1b",)
+        others = self.pp is None or (self.interleave is None and mesh.interleave > 1)
+        for kind in kinds:
+            made = replace(mesh, schedule=kind)
+            if not (made.problem and others):
+                yield made
 
 
 OPEN = Axes()
@@ -472,8 +499,7 @@ class _Setups:
         samples = batch // groups
         powers = [2**power for power in range(samples.bit_length())]
         micros = [m for m in self._space.micro_batches or powers if samples % m == 0]
-        if mesh.interleave > 1:  # interleaved stages take micro-batches by turns
-            micros = [micro for micro in micros if samples // micro % mesh.pp == 0]
+        micros = [micro for micro in micros if mesh.takes(samples // micro)]
         if not micros:
             raise OptionError(
                 f"no micro-batch divides the {samples} samples that a GPU has of the global batch"

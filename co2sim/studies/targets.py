@@ -508,7 +508,8 @@ def _declared(case: Question, path: str) -> Axis:
     """The axis with its default range."""
     cluster = case.load()[0].value
     if path == "gpus":
-        full = math.lcm(cluster.gpus_per_node * cluster.sites, case.together, case.pp * case.ep)
+        together = case.in_stage * case.pp, case.ep * case.pp
+        full = math.lcm(cluster.gpus_per_node * cluster.sites, *together)
         return Axis(path, "", full, max(_COUNTS[path] // full, 2) * full, full)
     if path in _COUNTS:
         return Axis(path, "", 1, _COUNTS[path], 1)

@@ -255,12 +255,13 @@ class Timeline:
         return {name: float(sizes[moment]) for name, sizes in self.items.items() if sizes[moment]}
 
 
-def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline:
+def timeline(job: Workload, held: Items, micro_batches: float = 1.0, late: float = 0.0) -> Timeline:
     """What is there at every moment of the last micro-step, with what a strategy has `held`.
 
     Of that `whole_gradients` are the bytes an element of a gradient until its block is done. What
     is kept for backward passes is that of `micro_batches`: a stage of a pipeline begins
-    several before it ends one.
+    several before it ends one. Of `late` ones gradients of weights are still to come, for which
+    what runs again is kept, too.
 
     `checkpoints` are the inputs of the blocks that run again, `activations` what is kept of the
     others, and of the one that goes back just then. `outputs` are what a loop holds besides, such
@@ -289,6 +290,7 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
     logits = np.array([steps[kind].logits for _, _, kind in blocks])
     loss = np.sum([step.loss for step in steps.values()], axis=0)
     more, ends = micro_batches - 1, np.zeros(2)
+    again = sum(_needed(job, made) for _, made, _ in blocks) - kept.sum() if late else 0.0
 
     def line(
         before: NDArray[np.float64], here: NDArray[np.float64], after: float
@@ -296,12 +298,12 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0) -> Timeline
         """Of what stays from a block's forward pass to its backward pass; none stays longer."""
         behind = np.cumsum(before)
         forward, back = behind, behind - before + here
-        passes = np.concatenate([forward, [behind[-1]] * 2, back[::-1]]) + more * after
+        passes = np.concatenate([forward, [behind[-1]] * 2, back[::-1]]) + after
         return np.concatenate([passes, ends])
 
     items = {
-        "checkpoints": line(inputs, inputs, inputs.sum()),
-        "activations": line(kept, needed, kept.sum()),
+        "checkpoints": line(inputs, inputs, more * inputs.sum()),
+        "activations": line(kept, needed, more * kept.sum() + late * again),
         "workspace": np.concatenate([np.zeros(count), ends, workspace[::-1], ends]),
         "unreduced": np.concatenate([np.zeros(count), ends, gradients[::-1], ends]),
         "logits": np.concatenate([logits, loss, logits[::-1], ends]),

@@ -120,8 +120,11 @@ class Passes(Framework):
         operators = tuple(map(changed, block.operators))
         return replace(block, operators=_compiled(operators) if self.compiled else operators)
 
-    def of(self, block: Block, *, trains: bool) -> tuple[Compute, Compute]:
-        """A backward pass moves twice as much as a forward one, but frozen weights once."""
+    def of(self, block: Block, *, trains: bool) -> tuple[Compute, Compute, Compute]:
+        """Forward, backward, and what of the latter makes gradients of weights.
+
+        A backward pass moves twice as much as a forward one, but frozen weights once.
+        """
         flops, width = block.flops * self.micro_batch, self.precision.bytes
         frozen = (block.parameters - block.trained) * width if flops else 0.0
         weights = block.parameters * width if flops else 0.0  # a look-up reads only rows
@@ -129,17 +132,26 @@ class Passes(Framework):
         there = self.exchanges(block, "forward")
         forward = Compute("forward", flops, traffic, self.kernels(block, 1), exchanges=there)
         if not trains:
-            return forward, Compute("backward", 0.0, kernels=Kernels((), 0, 0.0))
+            nothing = Compute("backward", 0.0, kernels=Kernels((), 0, 0.0))
+            return forward, nothing, nothing
         repeated = sum(op.flops * op.again.flops for op in block.operators)
         runs = any(op.again.kernels for op in _working(block))
         again: tuple[Pass, ...] = ("recompute",) if runs else ()
-        return forward, Compute(
+        backward = Compute(
             "backward",
             (backward_flops(block) + repeated) * self.micro_batch,
             2 * traffic - frozen,
             self.kernels(block, 2, again=True),
             exchanges=self.exchanges(block, *again, "backward"),
         )
+        return forward, backward, self._of_weights(block)
+
+    def _of_weights(self, block: Block) -> Compute:
+        """One of the two products that a backward pass has for one with weights."""
+        trained = [op for op in block.of(Product) if not (op.frozen or op.count)]
+        products = tuple(op.gemm(self.micro_batch, self.precision.bytes) for op in trained)
+        flops = sum(op.flops for op in trained) * self.micro_batch
+        return Compute("weights", flops, kernels=Kernels(products, 0, 0.0, bool(block.logits)))
 
     def _written(self, block: Block) -> float:
         """Elements of a sample that a forward pass moves beside products, but for scores."""

@@ -1,6 +1,6 @@
 """Software stacks: what a training framework of a year does with a GPU and with a model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
@@ -8,6 +8,7 @@ from co2sim.common.resources import remembered
 from co2sim.common.validation import Count, Fraction, Multiple, Quantity, Slowdown, Spread, check
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, one_efficiency
 from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import PipelineSchedule
 from co2sim.training.framework import Factor, Framework, recomputation
 
 Flash = Literal["flash1", "flash2", "cudnn", "triton", ""]
@@ -77,9 +78,15 @@ Division = Literal["tp", "sequence_parallel", "cp", "ep", "pp", "interleave"]
 """A field of a mesh that may be larger than 1."""
 
 
+Ordering = Literal["zb_h1", "zb_h1+interleave", "zbv", "dualpipe"]
+"""A schedule of a pipeline other than 1F1B; what is interleaved is named apart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Strategies that a stack can run, and how GPUs may divide the model with them.
+
+    `schedules` are those of its pipelines besides 1F1B.
 
     `strategies` are written as users write them, with the options that they have to have, and "|"
     between values of which they may have any: "fsdp:version=2,reduce=fp32|bf16".
@@ -87,6 +94,12 @@ class Runs:
 
     strategies: tuple[str, ...]
     divides: tuple[Division, ...] = ()
+    schedules: tuple[Ordering, ...] = ()
+
+    def orders(self, mesh: Mesh) -> bool:
+        """Whether it has the schedule of a mesh."""
+        more = "+interleave" * (mesh.interleave > 1)
+        return mesh.schedule == "1f1b" or mesh.schedule + more in self.schedules
 
 
 def needs_of(text: str) -> dict[str, list[str]]:
@@ -173,9 +186,23 @@ class Stack(Framework):
             return f"{strategy} only as {' or '.join(of_name)}"
         used = [name for name in get_args(Division) if getattr(mesh, name) not in {1, False}]
         missing = [name for name in used if not any(name in run.divides for run in fitting)]
+        if not (missing or any(run.orders(mesh) for run in fitting)):
+            interleaved = f" and interleave={mesh.interleave}" * (mesh.interleave > 1)
+            missing = [f"schedule={mesh.schedule}{interleaved}"]
         if self.always_divides_sequence and mesh.tp > 1 and not (mesh.sequence_parallel or missing):
             return f"tp={mesh.tp} only with sequence_parallel"
         return f"no {' and no '.join(missing)} with {strategy}" if missing else ""
+
+    def schedules_of(self, strategy: str, mesh: Mesh) -> Iterator[PipelineSchedule]:
+        """Those that it has for the stages of a mesh with a strategy; 1F1B comes first."""
+        of_name = [
+            run
+            for run in self.runs
+            if any(text.partition(":")[0] == strategy for text in run.strategies)
+        ]
+        for kind in get_args(PipelineSchedule):
+            if kind == "1f1b" or any(run.orders(replace(mesh, schedule=kind)) for run in of_name):
+                yield kind
 
     def needs(self, strategy: str) -> list[dict[str, list[str]]]:
         """What options of a strategy may be, in each of the ways that the stack has it."""

@@ -60,11 +60,12 @@ MAX_RANK = 65_536
 
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """What one GPU does for one block and one micro-batch."""
+    """What one GPU does for one block and one micro-batch; `weights` is a part of `backward`."""
 
     block: Block
     forward: Compute
     backward: Compute
+    weights: Compute
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Workload(Mesh, Framework):
 
     @cached_property
     def _works(self) -> tuple[BlockWork, ...]:
-        shared: dict[tuple[int, bool], tuple[Compute, Compute]] = {}
+        shared: dict[tuple[int, bool], tuple[Compute, Compute, Compute]] = {}
         works = []
         for block, executed, kind in self.executed:
             if kind not in shared:

@@ -30,8 +30,9 @@ _ROUNDING = 1 + 1e-9
 def cases(draw: st.DrawFn) -> Question:
     """Small ones, of all that bounds know."""
     tp, pp = draw(st.sampled_from([1, 1, 2, 4])), draw(st.sampled_from([1, 1, 2, 4]))
-    chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    steps = draw(st.integers(1, 9))
+    schedule = draw(st.sampled_from(["1f1b", "zb_h1", "zbv", "dualpipe"])) if pp > 1 else "1f1b"
+    chunks = draw(st.sampled_from([1, 2])) if pp > 1 and schedule in {"1f1b", "zb_h1"} else 1
+    steps = draw(st.integers(1, 9)) + pp * (schedule == "dualpipe")
     return Question(
         cluster=draw(st.sampled_from(["dgx-h100", "a100-tcp80", "dgx-b200"])),
         model=draw(st.sampled_from(["gpt2-small", "tinyllama-1.1b"])),
@@ -46,6 +47,7 @@ def cases(draw: st.DrawFn) -> Question:
         cp=draw(st.sampled_from([1, 1, 2])),
         pp=pp,
         interleave=chunks,
+        schedule=schedule,
         overrides={"inter.bandwidth": f"{draw(st.sampled_from([5, 100, 1600]))} Gbit/s"},
     )
 
@@ -117,7 +119,7 @@ def test_no_step_is_shorter_and_no_memory_smaller(case: Question) -> None:
 @given(case=cases())
 def test_no_step_takes_less_energy(case: Question) -> None:
     """A GPU that waits draws its idle power."""
-    case = replace(case, cluster="dgx-h100", pp=1, interleave=1)
+    case = replace(case, cluster="dgx-h100", pp=1, interleave=1, schedule="1f1b")
     found = result_of(case)
     cluster = case.load()[0].value.resized(found.gpus)
     size = int(case.micro_batch), case.accumulation or 1, case.recompute

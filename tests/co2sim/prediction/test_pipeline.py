@@ -1,7 +1,7 @@
 """Pipelines: the order of passes, the bubble, what stages hold; steps of many micro-steps."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -19,7 +19,8 @@ from co2sim.prediction import predict as module
 from co2sim.prediction.job import stage_of
 from co2sim.prediction.predict import one_turn, stage_figures
 from co2sim.prediction.result import Result
-from co2sim.schedule.mesh import Mesh, Pipeline, ends
+from co2sim.schedule.mesh import Mesh
+from co2sim.schedule.pipeline import PartTimes, PassTime, Pipeline, ends
 from co2sim.simulation import metrics
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.noise import RunOptions
@@ -41,31 +42,50 @@ shapes = st.builds(
 """Stages, chunks, and micro-batches that interleaved stages can take in turn."""
 
 
-class StagePass(NamedTuple):
-    """A forward or a backward pass of a micro-batch over a chunk of a stage's layers."""
+SCHEDULES = ["1f1b", "zb_h1", "zbv", "dualpipe"]
 
-    backward: bool
-    chunk: int
+
+class StagePass(NamedTuple):
+    """A pass of a micro-batch over a part of the layers, of both replicas of dualpipe.
+
+    forward, backward, inputs, weights; and beside, a forward pass together with the next one.
+    """
+
+    kind: str
+    part: int
     micro: int
 
 
 def passes_of(pipeline: Pipeline, stage: int) -> list[StagePass]:
     """The passes of a stage in turn, by what their numbers say."""
+    kinds = ["forward", "backward", "inputs", "weights", "beside"]
     found = []
     for number in pipeline.order(stage):
-        part, micro = divmod(number, pipeline.micros)
-        backward, part = divmod(part, pipeline.stages * pipeline.chunks)
-        assert part % pipeline.stages == stage
-        found.append(StagePass(bool(backward), part // pipeline.stages, micro))
+        row, micro = divmod(number, pipeline.micros)
+        kind, part = divmod(row, pipeline.parts)
+        assert pipeline.stage_of(part) == stage
+        found.append(StagePass(kinds[kind], part, micro))
     return found
 
 
-def equal(pipeline: Pipeline, time: float) -> list[list[float]]:
-    """As long a pass for every chunk."""
-    return [[time / pipeline.chunks] * pipeline.chunks for _ in range(pipeline.stages)]
+def equal(pipeline: Pipeline, forward: float, inputs: float, weights: float) -> list[PartTimes]:
+    """As long passes over every part of the layers; the times are those of a stage."""
+    parts = pipeline.parts // pipeline.replicas
+    share = pipeline.stages / parts
+    there, back = (PassTime(time * share, time * share) for time in (forward, inputs + weights))
+    return [PartTimes(there, back, weights * share)] * parts
 
 
-@given(shapes, st.floats(0.1, 10), st.floats(0.1, 10))
+def bubble(pipeline: Pipeline, forward: float, inputs: float, weights: float) -> float:
+    """How much longer than its work a step of equal stages takes."""
+    found = max(ends(pipeline, equal(pipeline, forward, inputs, weights), 0.0))
+    return found - pipeline.micros * pipeline.replicas * (forward + inputs + weights)
+
+
+times = st.floats(0.1, 10)
+
+
+@given(shapes, times, times)
 def test_equal_stages_take_the_closed_form(
     shape: tuple[int, int, int], forward: float, backward: float
 ) -> None:
@@ -75,106 +95,284 @@ def test_equal_stages_take_the_closed_form(
     """
     stages, chunks, micros = shape
     pipeline = Pipeline(*shape)
-    found = ends(pipeline, equal(pipeline, forward), equal(pipeline, backward), 0.0)
+    found = ends(pipeline, equal(pipeline, forward, backward, 0.0), 0.0)
     expected = (micros + (stages - 1) / chunks) * (forward + backward)
     assert max(found) == pytest.approx(expected)
     assert found[0] == pytest.approx(expected)
 
 
-def needed(pipeline: Pipeline, stage: int, one: StagePass) -> tuple[int, StagePass] | None:
-    """The pass, and its stage, that a pass waits for."""
-    last, chunk = pipeline.stages - 1, one.chunk
-    if one.backward and (stage, chunk) == (last, pipeline.chunks - 1):
-        return stage, one._replace(backward=False)
-    if one.backward:
-        return (stage + 1, one) if stage < last else (0, one._replace(chunk=chunk + 1))
-    if stage:
-        return stage - 1, one
-    return (last, one._replace(chunk=chunk - 1)) if chunk else None
+@given(st.integers(1, 8), st.integers(0, 20), times, times, st.floats(0, 1))
+def test_bubbles_of_zb_h1_are_a_pass_for_weights_smaller_each_way(
+    stages: int, more: int, forward: float, inputs: float, share: float
+) -> None:
+    """(p-1) (F + B - W), where 1F1B has (p-1) (F + B + W), and W is the shortest.
+
+    Source: Qi et al. 2024, arXiv 2401.10241, table 2.
+    """
+    weights = share * min(forward, inputs)
+    passes = forward, inputs, weights
+    for schedule, sign in (("zb_h1", -1), ("1f1b", 1)):
+        pipeline = Pipeline(stages, 1, stages + more, schedule)
+        expected = (stages - 1) * (forward + inputs + sign * weights)
+        assert bubble(pipeline, *passes) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(1, 8), st.integers(0, 20), times)
+def test_no_stage_of_zbv_waits_between_equal_passes(stages: int, more: int, time: float) -> None:
+    """It begins with half a pass for each stage before it, and ends as much later.
+
+    Source: Qi et al. 2024, arXiv 2401.10241: zero bubble with F = B = W.
+    """
+    pipeline = Pipeline(stages, 2, 2 * stages - 1 + more, "zbv")
+    found = ends(pipeline, equal(pipeline, time, time, time), 0.0)
+    work = 3 * pipeline.micros * time
+    assert found == pytest.approx([work + stage * time / 2 for stage in range(stages)])
+
+
+@given(st.integers(1, 4), st.integers(0, 20), times, st.floats(0, 1))
+def test_bubbles_of_dualpipe_are_those_of_half_the_stages(
+    half: int, more: int, time: float, share: float
+) -> None:
+    """(p/2 - 1) (F&B + B - 3 W) of whole backward passes B, where F is the pass for inputs.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, table 2.
+    """
+    pipeline = Pipeline(2 * half, 2, 2 * half + more, "dualpipe")
+    weights = share * time
+    whole = time + weights
+    expected = (half - 1) * (time + whole + whole - 3 * weights)
+    assert bubble(pipeline, time, time, weights) == pytest.approx(expected, abs=1e-9)
+
+
+PROFILED = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594),
+]
+"""Stages, micro-batches, milliseconds of F, B, W and of sending; bubble rates of 1F1B and ZB-H1.
+
+Source: Qi et al. 2024, arXiv 2401.10241v1, tables 6 and 5.
+"""
+
+
+@pytest.mark.parametrize("row", PROFILED)
+def test_published_bubble_rates_follow_from_published_times(row: tuple[float, ...]) -> None:
+    """To all four digits, with the time that sending takes."""
+    stages, micros, forward, inputs, weights, between, *rates = row
+    for schedule, rate in zip(("1f1b", "zb_h1"), rates, strict=True):
+        pipeline = Pipeline(int(stages), 1, int(micros), schedule)
+        step = max(ends(pipeline, equal(pipeline, forward, inputs, weights), between))
+        work = micros * (forward + inputs + weights)
+        assert 1 - work / step == pytest.approx(rate, abs=5.1e-5)
+
+
+def test_two_stages_of_zb_h1_by_hand() -> None:
+    """F 2, B 3, W 1, half a second between, two micro-batches.
+
+    First stage: F 0-2, F 2-4, waits for B of the second one. Second: F 2.5-4.5, B 4.5-7.5,
+    F 7.5-9.5, B 9.5-12.5, W -13.5, W -14.5. First: B 8-11, W -12, B 13-16, W -17.
+    """
+    pipeline = Pipeline(2, 1, 2, "zb_h1")
+    order = [[(one.kind[0], one.micro) for one in passes_of(pipeline, n)] for n in (0, 1)]
+    assert order[0] == [("f", 0), ("f", 1), ("i", 0), ("w", 0), ("i", 1), ("w", 1)]
+    assert order[1] == [("f", 0), ("i", 0), ("f", 1), ("i", 1), ("w", 0), ("w", 1)]
+    assert ends(pipeline, equal(pipeline, 2.0, 3.0, 1.0), 0.5) == [17.0, 14.5]
 
 
 deep = st.builds(
-    lambda stages, chunks, rounds, single: (
-        stages,
-        1 if single else chunks,
-        rounds if single else stages * rounds,
-    ),
+    lambda stages, chunks, rounds, schedule: (stages, chunks, stages * rounds, schedule),
     st.integers(1, 8),
     st.integers(1, 4),
     st.integers(1, 8),
-    st.booleans(),
-) | st.tuples(st.integers(1, 8), st.just(1), st.integers(1, 64))
+    st.sampled_from(["1f1b", "zb_h1"]),
+) | st.builds(
+    lambda stages, more, schedule: (
+        2 * stages,
+        2 if schedule in {"zbv", "dualpipe"} else 1,
+        more + 2 * stages * (schedule == "dualpipe"),
+        schedule,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from(SCHEDULES),
+)
+"""Stages, chunks, micro-batches and schedules that go together."""
+
+
+def needed(pipeline: Pipeline, one: StagePass) -> StagePass | None:
+    """The pass that a pass waits for, as forward or backward."""
+    length = pipeline.parts // pipeline.replicas
+    if one.kind == "weights":
+        return None
+    if one.kind in {"forward", "beside"}:
+        first = one.part % length == 0
+        return None if first else StagePass("forward", one.part - 1, one.micro)
+    if (one.part + 1) % length == 0:
+        return one._replace(kind="forward")
+    return StagePass("backward", one.part + 1, one.micro)
+
+
+@dataclass
+class Run:
+    """Passes one after the other, without numbers: each begins when its stage and another let it.
+
+    `parts` are the times of passes over the parts of the layers.
+    """
+
+    pipeline: Pipeline
+    parts: list[PartTimes]
+    between: float
+    slower: float
+    ended: dict[StagePass, float] = field(default_factory=dict)
+
+    def come(self, one: StagePass, stage: int) -> float | None:
+        """When what a pass waits for has come; None: not yet."""
+        before = needed(self.pipeline, one)
+        if before is None:
+            return 0.0
+        way = 0.0 if self.pipeline.stage_of(before.part) == stage else self.between
+        return self.ended[before] + way if before in self.ended else None
+
+    def took(self, now: list[StagePass]) -> float:
+        """How long a pass takes, or two together."""
+        of = [self.parts[one.part % len(self.parts)] for one in now]
+        there, back, weights = of[0]
+        if now[0].kind == "beside":
+            back = of[1].backward
+            sent = there.beside + there.blocking + back.beside + back.blocking
+            return max(sent, there.computing + back.computing + self.slower * sent)
+        whole = {"forward": there.took, "backward": back.took, "weights": weights}
+        return {**whole, "inputs": back.took - weights}[now[0].kind]
+
+    def until_all_end(self) -> list[float]:
+        """When each stage has ended its passes."""
+        stages = range(self.pipeline.stages)
+        left = [passes_of(self.pipeline, stage) for stage in stages]
+        free = [0.0 for _ in stages]
+        ways = {"beside": "forward", "inputs": "backward"}
+        while any(left):
+            ready = []
+            for stage in stages:
+                now = left[stage][: 2 if left[stage] and left[stage][0].kind == "beside" else 1]
+                begins = [self.come(one, stage) for one in now]
+                if now and None not in begins:
+                    ready.append((stage, now, max(time for time in begins if time is not None)))
+            assert ready, "no stage can go on"
+            for stage, now, begin in ready:
+                free[stage] = max(free[stage], begin) + self.took(now)
+                kinds = [one._replace(kind=ways.get(one.kind, one.kind)) for one in now]
+                self.ended |= dict.fromkeys(kinds, free[stage])
+                left[stage] = left[stage][len(now) :]
+        return free
 
 
 @given(deep, st.randoms(use_true_random=False))
-def test_times_are_those_of_passes_one_after_the_other(
-    shape: tuple[int, int, int], random: Random
-) -> None:
-    """An oracle that knows no numbers of passes: each begins when its stage and another let it."""
+def test_times_are_those_of_passes_one_after_the_other(shape: Any, random: Random) -> None:
+    """By an oracle that knows no numbers of passes."""
     pipeline = Pipeline(*shape)
-    forward, backward = (
-        [[random.choice([0.0, random.random()]) for _ in range(shape[1])] for _ in range(shape[0])]
-        for _ in ("forward", "backward")
-    )
-    between = random.choice([0.0, random.random()])
-    left = {stage: passes_of(pipeline, stage) for stage in range(pipeline.stages)}
-    free = [0.0] * pipeline.stages
-    end: dict[tuple[int, StagePass], float] = {}
 
-    def may(stage: int, one: StagePass) -> bool:
-        before = needed(pipeline, stage, one)
-        return before is None or before in end
+    def taken() -> PassTime:
+        return PassTime.of(*(random.choice([0.0, random.random()]) for _ in range(3)))
 
-    while any(left.values()):
-        can = [s for s, one in left.items() if one and may(s, one[0])]
-        assert can, "no stage can go on"
-        for stage in can:
-            one = left[stage].pop(0)
-            before = needed(pipeline, stage, one)
-            come = end[before] + between * (before[0] != stage) if before else 0.0
-            took = (backward if one.backward else forward)[stage][one.chunk]
-            free[stage] = end[stage, one] = max(free[stage], come) + took
-    assert ends(pipeline, forward, backward, between) == free
+    made = [(taken(), taken(), random.random()) for _ in range(pipeline.parts // pipeline.replicas)]
+    parts = [PartTimes(there, back, share * back.computing) for there, back, share in made]
+    between, slower = random.choice([0.0, random.random()]), random.choice([0.0, 0.2])
+    expected = Run(pipeline, parts, between, slower).until_all_end()
+    assert ends(pipeline, parts, between, slower) == expected
 
 
-@given(shapes, st.data())
+@given(deep, st.data())
 def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
-    shape: tuple[int, int, int], data: st.DataObject
+    shape: Any, data: st.DataObject
 ) -> None:
     """Forward before backward; what is begun and not ended is held, by layers of its chunk."""
-    stages, chunks, micros = shape
     pipeline = Pipeline(*shape)
+    stages, chunks, micros = shape[:3]
     layers = data.draw(st.lists(st.integers(1, 9), min_size=chunks, max_size=chunks))
-    for stage in range(stages):
+    for stage in range(stages // pipeline.replicas):
         order = passes_of(pipeline, stage)
-        assert len(set(order)) == len(order) == 2 * chunks * micros
-        under_way, most = set(), 0
+        under_way, late, most, latest = set[tuple[int, int]](), set[tuple[int, int]](), 0, 0
+        count = dict.fromkeys(("forward", "backward", "weights"), 0)
         for one in order:
-            if one.backward:
-                under_way.remove((one.chunk, one.micro))
+            chunk = one.part // stages
+            if one.kind in {"forward", "beside"}:
+                count["forward"] += 1
+                assert (chunk, one.micro) not in under_way
+                under_way.add((chunk, one.micro))
+            elif one.kind == "inputs":
+                count["backward"] += 1
+                assert (chunk, one.micro) in under_way
+                latest = max(latest, sum(layers[chunk] for chunk, _ in late))
+                late.add((chunk, one.micro))
             else:
-                under_way.add((one.chunk, one.micro))
+                split = one.kind == "weights"
+                count["weights"] += 1
+                count["backward"] += not split
+                under_way.remove((chunk, one.micro))
+                late -= {(chunk, one.micro)} if split else set()
             most = max(most, sum(layers[chunk] for chunk, _ in under_way))
-        held = pipeline.microbatches_in_flight(stage, layers)
-        assert held == pytest.approx(most / sum(layers))
+        assert set(count.values()) == {chunks * micros}
+        held = pipeline.held(stage, layers)
+        assert held == pytest.approx((most / sum(layers), latest / sum(layers)))
 
 
-@given(st.sampled_from([2, 3, 4, 5]), st.sampled_from([1, 2]), st.sampled_from([1, 2]))
-def test_stages_have_the_model_together(pp: int, chunks: int, tp: int) -> None:
-    """Every layer once; where head and embedding share weights, both ends hold them."""
-    job = Workload(MODEL, tp=tp, pp=pp, interleave=chunks)
-    if pp * chunks == 10:  # embedding and head count as layers
-        assert [len(stage_of(job, n).model.blocks) for n in range(pp)] == [2] * pp
-    elif pp * chunks > LAYERS:
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_stages_hold_what_papers_say(stages: int) -> None:
+    """Of as many micro-batches as there are stages; with dualpipe of stages + 1, each of a half.
+
+    Sources: arXiv 2401.10241, table 2, where every stage has as many under way; arXiv 2412.19437,
+    table 2.
+    """
+    for stage in range(stages):
+        held = {
+            schedule: Pipeline(stages, len(counts), 4 * stages, schedule).held(stage, counts).begun
+            for schedule, counts in (
+                *(("1f1b", [1]), ("zb_h1", [1])),
+                *(("zbv", [1, 1]), ("dualpipe", [1, 1])),
+            )
+        }
+        assert held["1f1b"] == stages - stage
+        assert held["zb_h1"] == held["zbv"] == stages
+        assert 2 * held["dualpipe"] == stages + 1
+
+
+@given(
+    st.sampled_from([2, 3, 4, 5]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(SCHEDULES),
+)
+def test_stages_have_the_model_together(pp: int, chunks: int, tp: int, schedule: Any) -> None:
+    """Every layer once, with dualpipe twice; embedding and head may be on different stages.
+
+    Where they share weights, both ends hold them then.
+    """
+    if Mesh(pp=pp, interleave=chunks, schedule=schedule).problem:
         return
+    job = Workload(MODEL, tp=tp, pp=pp, interleave=chunks, schedule=schedule)
+    if job.parts == 10:  # embedding and head count as layers
+        assert [len(stage_of(job, n).model.blocks) for n in range(pp)] == [2] * pp
+    elif job.parts > LAYERS:
+        return
+    copies = 2 if schedule == "dualpipe" else 1
     stages = [stage_of(job, number) for number in range(pp)]
     share = job.share.model
     names = [block.name for stage in stages for block in stage.model.blocks]
-    assert sorted(names) == sorted(block.name for block in share.blocks)
+    assert sorted(names) == sorted(copies * [block.name for block in share.blocks])
     together = sum(stage.parameters for stage in stages)
-    assert together == job.share.parameters + share.blocks[-1].tied
+    apart = 0 if schedule in {"zbv", "dualpipe"} else share.blocks[-1].tied
+    assert together == copies * job.share.parameters + apart
     flops = sum(work.forward.flops for stage in stages for work in stage.works())
-    assert flops == pytest.approx(sum(work.forward.flops for work in job.share.works()))
+    assert flops == pytest.approx(copies * sum(w.forward.flops for w in job.share.works()))
 
 
 @given(st.integers(1, 200), st.integers(2, 16), st.integers(1, 4))
@@ -233,6 +431,33 @@ def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:
     assert (found.pp, found.interleave, found.tp, found.gpus, found.nodes) == (2, 2, 2, 16, 4)
     assert found.tokens_per_gpu_per_step == 4 * 32 / 4
     assert 0 <= found.exposed_comm_s < found.round_time_s
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "co2.published(tau=2)"])
+def test_every_schedule_combines_with_strategies(strategy: str, schedule: str) -> None:
+    """Where links cost little each makes bubbles smaller; dualpipe trains in both directions."""
+    fast = tiny.cluster(4, 4, intra=Link(1e18), inter=Link(1e18))
+    deep: dict[str, Any] = {"cluster": fast, "model": MODEL, "strategy": strategy}
+    deep |= {"pp": 4, "tp": 2, "accumulation": 8}
+    usual, found = simulate(**deep), simulate(**deep, schedule=schedule)
+    directions = 2 if schedule == "dualpipe" else 1
+    assert found.global_batch == directions * usual.global_batch == directions * 2 * 8
+    assert found.step_time_s / directions < usual.step_time_s
+    assert found.breakdown_s["idle"] < usual.breakdown_s["idle"] * directions
+
+
+def test_dualpipe_holds_the_states_of_two_stages() -> None:
+    """Parameters of twice the layers, of which twice as many GPUs divide optimizer states."""
+    deep: dict[str, Any] = {"cluster": tiny.cluster(4, 4), "model": MODEL, "strategy": "zero1"}
+    usual, found = (
+        Question(**deep, pp=4, accumulation=8, schedule=schedule).job()
+        for schedule in ("1f1b", "dualpipe")
+    )
+    stages = [usual.stage(number).timeline() for number in (1, 2)]
+    mine = found.stage(1).timeline()
+    for item, copies in (("parameters", 1), ("optimizer", 2)):
+        assert copies * mine.most(item) == sum(stage.most(item) for stage in stages)
 
 
 def test_too_many_passes_are_refused() -> None:
