@@ -25,6 +25,7 @@ from co2sim.hardware.cluster import Cluster
 from co2sim.models.operators import NARROW, Model
 from co2sim.prediction.published import Simulation, Use, read_paper, recomputed
 from co2sim.prediction.question import Question
+from co2sim.schedule.pipeline import PipelineSchedule
 from co2sim.strategies import Strategy, parse
 from co2sim.training.framework import AttentionKernel, Checkpointing, Loss
 
@@ -218,6 +219,7 @@ class RunSetup(BaseModel):
     cp: Count = 1
     pp: Count = 1
     interleave: Count = 1
+    schedule: PipelineSchedule = "1f1b"
     sequence_parallel: Truth = False
     precision: Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
     recompute: Recomputation = "none"
