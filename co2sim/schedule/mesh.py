@@ -85,16 +85,7 @@ class Mesh:
     @property
     def problem(self) -> str:
         """Why it divides nothing; empty where it does."""
-        if self.sequence_parallel and self.tp == 1:
-            return "sequence_parallel=true needs tp of 2 or more: it divides no more"
-        order = "" if self.schedule == "1f1b" else f"schedule={self.schedule}"
-        if self.pp == 1 and (order or self.interleave > 1):
-            return f"{order or f'interleave={self.interleave}'} needs pp of 2 or more"
-        if self.in_v and self.interleave > 1:
-            return f"{order} does not combine with interleave={self.interleave}: it has two chunks"
-        if self.schedule == "dualpipe" and self.pp % 2:
-            return f"{order} needs an even pp, and pp is {self.pp}"
-        return ""
+        return _problem_of(self)
 
     @property
     def in_v(self) -> bool:
@@ -107,7 +98,7 @@ class Mesh:
         return 2 if self.in_v else self.interleave
 
     def takes(self, micro_steps: int) -> bool:
-        """Whether stages can take so many micro-batches; see `Pipeline`."""
+        """Whether stages can take a number of micro-batches; see `Pipeline`."""
         if self.schedule == "dualpipe":
             return micro_steps >= self.pp
         return self.interleave == 1 or micro_steps % self.pp == 0
@@ -259,40 +250,63 @@ class Mesh:
         return tuple(sorted(part % self.parts for part in parts))
 
     def layer_counts(self, layers: int) -> list[int]:
-        """The layers of each chunk of all stages, in the order in which a sample passes them.
+        """The layers of each part, as a sample passes them; see `_split`.
 
-        Chunks that do not divide the layers have unequal parts. Where they divide the layers with
-        embedding and head, these count as a layer each, as in the 16 stages of Llama 3.1 405B
-        (arXiv 2407.21783, section 3.3.2; --account-for-embedding-in-pipeline-split and
-        --account-for-loss-in-pipeline-split of Megatron-LM). Elsewhere the first chunks have one
-        more. Raises OptionError where there are fewer layers than chunks.
+        Raises OptionError where there are fewer layers than parts.
         """
-        parts = self.parts
-        each, more = divmod(layers, parts)
-        if more and not (layers + 2) % parts:
-            middle = (layers + 2) // parts
-            return [middle - 1, *[middle] * (parts - 2), middle - 1]
-        if not each:
+        counts = _split(layers, self.parts, self.pp if self.schedule == "zbv" else self.parts)
+        if counts is None:
             chunks = f" x interleave={self.interleave}" if self.interleave > 1 else ""
             chunks += " x 2 chunks of schedule=zbv" if self.schedule == "zbv" else ""
             raise OptionError(
                 f"pp={self.pp}{chunks} is more than the {layers} layers: each has one at least"
             )
-        return [each + 1] * more + [each] * (parts - more)
+        return counts
 
     def uneven_split(self, layers: int) -> str | None:
         """How layers are split, as a text; None where all stages have as many."""
         counts = self.layer_counts(layers) if self.pp > 1 else [layers]
         if len(set(counts)) == 1:
             return None
-        runs = [(count, len(list(same))) for count, same in groupby(counts)]
-        words = ", ".join(
-            f"{times} x {count}" if times > 1 else f"{count}" for count, times in runs
-        )
         chunks = f" of {self.interleave} chunks, in turn" if self.interleave > 1 else ""
         chunks += " of 2 chunks, in a V" if self.schedule == "zbv" else ""
+        runs = [(count, len(list(same))) for count, same in groupby(counts)]
+        words = ", ".join(f"{times} x {n}" if times > 1 else f"{n}" for n, times in runs)
         ends = "; embedding and head count as a layer each" if counts[0] < counts[1] else ""
         return f"the {layers} layers are split unevenly on {self.pp} stages{chunks}: {words}{ends}"
+
+
+def _problem_of(mesh: Mesh) -> str:
+    order = "" if mesh.schedule == "1f1b" else f"schedule={mesh.schedule}"
+    if mesh.sequence_parallel and mesh.tp == 1:
+        return "sequence_parallel=true needs tp of 2 or more: it divides no more"
+    if mesh.pp == 1 and (order or mesh.interleave > 1):
+        return f"{order or f'interleave={mesh.interleave}'} needs pp of 2 or more"
+    if mesh.in_v and mesh.interleave > 1:
+        return f"{order} does not combine with interleave={mesh.interleave}: it has two chunks"
+    if mesh.schedule == "dualpipe" and mesh.pp % 2:
+        return f"{order} needs an even pp, and pp is {mesh.pp}"
+    return ""
+
+
+def _split(layers: int, parts: int, unit: int) -> list[int] | None:
+    """The layers of each part; None where these are more.
+
+    Parts that do not divide the layers have unequal numbers. Where they divide the layers with
+    embedding and head, these count as a layer each, as in the 16 stages of Llama 3.1 405B (arXiv
+    2407.21783, section 3.3.2; --account-for-embedding-in-pipeline-split and
+    --account-for-loss-in-pipeline-split of Megatron-LM). They do so where `unit` divides all, too:
+    with as many stages of two chunks in a V each has as many, if the first parts have one more
+    (torchtitan b5bcd76c6, torchtitan/distributed/pipeline_parallel.py,
+    _generate_llm_fqn_per_model_part). Elsewhere the first parts have one more.
+    """
+    each, more = divmod(layers, parts)
+    whole, counts = layers + 2, [each + 1] * more + [each] * (parts - more)
+    if more and whole >= parts and not whole % unit:
+        each, more = divmod(whole, parts)
+        counts = [each + 1] * more + [each] * (parts - more)
+        return [counts[0] - 1, *counts[1:-1], counts[-1] - 1]
+    return counts if each else None
 
 
 OF_STAGES = ("pp", "interleave", "schedule")

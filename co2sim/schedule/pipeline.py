@@ -159,8 +159,11 @@ class Pipeline:
         return self.micros * sum(stage in joint for joint in joints)
 
     def held(self, stage: int, counts: Sequence[int]) -> Held:
-        """What a stage holds at most; its chunks have `counts` layers, as a sample passes them."""
-        return _held(self, stage, tuple(counts))
+        """What a stage holds at most; its chunks have `counts` layers, as a sample passes them.
+
+        Where it has none, both embedding and head, these count as one each.
+        """
+        return _held(self, stage, tuple(counts) if any(counts) else (1,) * len(counts))
 
     def order(self, stage: int) -> list[int]:
         """The numbers of the passes of a stage in turn: (kind x parts + part) x micros + micro."""

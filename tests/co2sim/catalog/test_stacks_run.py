@@ -77,6 +77,26 @@ def test_torchtitan_has_fsdp_and_no_zero() -> None:
         assert lacks(TITAN, strategy, mesh)
 
 
+def test_gradients_of_weights_come_later_only_where_a_stack_has_that() -> None:
+    """PyTorch has ZB-V and interleaved ZB-H1, without torch.compile; Megatron-LM has neither."""
+    eager, colossal, core = (
+        load_stack(name).value for name in ("torchtitan-eager", "colossalai", "megatron-core")
+    )
+    in_v = Mesh(pp=4, schedule="zbv")
+    late, turns = Mesh(pp=4, schedule="zb_h1"), Mesh(pp=4, schedule="zb_h1", interleave=2)
+    assert not lacks(eager, "fsdp", in_v)
+    assert not lacks(eager, "fsdp", turns)
+    assert not lacks(colossal, "zero1", in_v)
+    for stack, strategy, mesh in (
+        (eager, "fsdp", late),
+        (colossal, "zero1", late),
+        *((core, "zero1", mesh) for mesh in (in_v, late, turns)),
+        *((TITAN, "fsdp", mesh) for mesh in (in_v, late, turns)),
+        *((stack, "fsdp", Mesh(pp=4, schedule="dualpipe")) for stack in (eager, TITAN)),
+    ):
+        assert f"schedule={mesh.schedule}" in lacks(stack, strategy, mesh)
+
+
 def test_a_choice_is_one_that_the_stack_can_run() -> None:
     """The fastest recomputation of another stack, of operators, is none of torchtitan's."""
     by_stack = {}
@@ -141,6 +161,7 @@ def test_a_plan_tries_what_the_stack_can_run(name: str) -> None:
         ('[[runs]]\nstrategies = ["fsdp:verson=1"]', "'version'"),
         ('recomputes = ["ful"]', "did you mean"),
         ('[[runs]]\nstrategies = ["ddp"]\ndivides = ["dp"]', "divides"),
+        ('[[runs]]\nstrategies = ["ddp"]\nschedules = ["zb"]', "schedules"),
     ],
 )
 def test_what_a_stack_cannot_run_is_refused_in_a_file_of_ones_own(

@@ -106,6 +106,7 @@ def test_a_batch_is_chosen_beside_any_delay(strategy: str) -> None:
     [
         {"model": "llama3-8b", "strategy": "fsdp"},
         {"model": "llama-13b", "strategy": "zero1", "tp": 2, "pp": 4, "interleave": 2},
+        {"model": "llama-13b", "strategy": "zero1", "tp": 2, "pp": 4, "schedule": "zbv"},
         {"model": "gpt2-small", "strategy": "co2.published(tau=4, worker=node)"},
     ],
     ids=str,

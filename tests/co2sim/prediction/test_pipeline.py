@@ -395,6 +395,15 @@ def test_embedding_and_head_count_as_layers_where_that_divides() -> None:
     assert Mesh(pp=2, interleave=2).layer_counts(9) == [3, 2, 2, 2]
 
 
+def test_both_chunks_of_a_stage_in_a_v_count_together() -> None:
+    """The first and the last layers are on one stage, with embedding and head."""
+    assert Mesh(pp=4, schedule="zbv").layer_counts(10) == [1, 2, 2, 2, 1, 1, 1, 0]
+    assert Mesh(pp=4, schedule="zbv").layer_counts(14) == [1, *[2] * 6, 1]
+    assert Mesh(pp=4, schedule="zbv").layer_counts(9) == [2, *[1] * 7]
+    assert Mesh(pp=4, schedule="zbv").layer_counts(6) == [0, *[1] * 6, 0]
+    assert Mesh(pp=4, schedule="dualpipe").layer_counts(10) == [2, 3, 3, 2]
+
+
 def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> None:
     """With links that cost nothing: equal layers, an embedding of no FLOP, a head at the end."""
     fast = tiny.cluster(4, 4, intra=Link(1e18), inter=Link(1e18))
@@ -464,6 +473,24 @@ def test_too_many_passes_are_refused() -> None:
     """Before any is lined up."""
     with pytest.raises(Co2simError, match="2,000,000"):
         Pipeline(1024, 128, 10_000)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_stages_of_zbv_send_twice_as_much(stages: int) -> None:
+    """And those of dualpipe as much as with 1F1B.
+
+    Source: sail-sg/zero-bubble-pipeline-parallelism, README.md.
+    """
+    for stage in range(stages):
+        usual, split, in_v, both = (
+            Pipeline(stages, chunks, micros, schedule).messages(stage)
+            for schedule, chunks, micros in (
+                *(("1f1b", 1, 16), ("zb_h1", 1, 16)),
+                *(("zbv", 2, 16), ("dualpipe", 2, 8)),
+            )
+        )
+        assert usual == split == both
+        assert in_v == 2 * usual
 
 
 @pytest.mark.parametrize(("pp", "chunks", "tp"), [(2, 1, 1), (2, 2, 2), (8, 1, 1), (8, 1, 2)])

@@ -27,6 +27,7 @@ from co2sim.prediction.choose import fits
 from co2sim.prediction.question import Question
 from co2sim.prediction.step_factors import Goal
 from co2sim.prediction.totals import totals_of
+from co2sim.schedule.pipeline import PipelineSchedule
 from co2sim.studies import plan as search_module
 from co2sim.studies.candidates import (
     OPEN,
@@ -226,6 +227,7 @@ def random_space(chance: Random) -> Space:
             tp=tuple(sorted(chance.sample([1, 2, 4], 2))),
             pp=tuple(sorted(chance.sample([1, 2, 4], 2))),
             interleave=(1, 2),
+            schedule=chance.choice([None, ("1f1b", "zb_h1"), ("zbv", "1f1b")]),
         ),
         headroom=chance.choice([0.1, 0.8]),
     )
@@ -247,6 +249,32 @@ def test_it_chooses_of_a_random_offer_what_exhaustive_search_does(seed: int) -> 
     chosen = [one.case for one in every if one.totals.days == found.choice.totals.days]
     assert found.choice.case in chosen
     assert found.simulated <= found.candidates
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked", "expected"),
+    [
+        ("megatron-core", None, {"1f1b"}),
+        ("colossalai", None, {"1f1b", "zbv"}),
+        ("megatron-core", ("zb_h1", "dualpipe"), {"1f1b", "zb_h1", "dualpipe"}),
+    ],
+)
+def test_schedules_are_those_of_the_stack_or_those_asked(
+    stack: str, asked: tuple[PipelineSchedule, ...] | None, expected: set[str]
+) -> None:
+    """Without stages there is one only, and interleaved stages are in no V."""
+    job = Question(cluster="", model="gpt2-small", strategy="", stack=stack, global_batch=64)
+    space = Space(
+        job=job,
+        clusters=("dgx-h100",),
+        strategies=("zero1",),
+        gpus=[16],
+        axes=Axes(tp=(1,), schedule=asked),
+    )
+    cases = [setup.case for setup in candidates(space).setups]
+    assert {case.schedule for case in cases} == expected
+    assert {case.schedule for case in cases if case.pp == 1} == {"1f1b"}
+    assert not [case for case in cases if case.in_v and case.interleave > 1]
 
 
 @FEWER
