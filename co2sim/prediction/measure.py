@@ -145,10 +145,11 @@ def _undivided(work: Workload) -> Workload:
 def _hardware_flops(job: Job) -> float:
     """Of a sample over all stages: which layers a stage repeats depends on what it has."""
     whole = _undivided(job.workload)
-    return sum(
+    every = sum(
         job.alike.count(stage) * stage_of(whole, stage).hardware_flops_per_sample
         for stage in set(job.alike)
     )
+    return every * whole.apart / whole.pp
 
 
 def result_of(line: "Line") -> Result:

@@ -452,6 +452,7 @@ def test_every_schedule_combines_with_strategies(strategy: str, schedule: str) -
     usual, found = simulate(**deep), simulate(**deep, schedule=schedule)
     directions = 2 if schedule == "dualpipe" else 1
     assert found.global_batch == directions * usual.global_batch == directions * 2 * 8
+    assert found.hardware_tflops_per_gpu == pytest.approx(found.model_tflops_per_gpu)
     assert found.step_time_s / directions < usual.step_time_s
     assert found.breakdown_s["idle"] < usual.breakdown_s["idle"] * directions
 
