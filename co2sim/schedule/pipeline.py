@@ -12,9 +12,9 @@ numbered behind those of the first, so that a stage has parts in a V, too.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from co2sim.common.errors import OptionError
@@ -30,7 +30,8 @@ MAX_PASSES = 2_000_000
 
 _NOT_YET: Seconds = -1.0
 
-_FORWARD, _BACKWARD, _INPUTS, _WEIGHTS, _BESIDE = range(5)
+_KINDS = range(5)
+_FORWARD, _BACKWARD, _INPUTS, _WEIGHTS, _BESIDE = _KINDS
 """Kinds of passes. Backward is both of inputs and weights. Beside is a forward pass together with
 the backward pass that comes next in the order."""
 
@@ -163,25 +164,24 @@ class Pipeline:
 
         Where it has none, both embedding and head, these count as one each.
         """
-        return _held(self, stage, tuple(counts) if any(counts) else (1,) * len(counts))
+        few = replace(self, micros=min(self.micros, _ROUNDS * self.stages))
+        return _held(few, stage, tuple(counts) if any(counts) else (1,) * len(counts))
 
     def order(self, stage: int) -> list[int]:
         """The numbers of the passes of a stage in turn: (kind x parts + part) x micros + micro."""
         own = parts_of(self.stages, self.chunks, stage, in_v=self.in_v)
-        ahead, back = ([0] * self.chunks for _ in range(2))
         late: list[deque[int]] = [deque() for _ in own]
+        ahead, back = ([count() for _ in own] for _ in range(2))
+        behind = [iter(waiting.popleft, None) for waiting in late]
+        turns = ahead, back, back, behind, ahead  # by kind
+        starts = [[(kind * self.parts + part) * self.micros for part in own] for kind in _KINDS]
         numbers: list[int] = []
         for kind, chunk in order_of(self, stage):
-            if kind == _WEIGHTS:
-                micro = late[chunk].popleft()
-            else:
-                count = ahead if kind in {_FORWARD, _BESIDE} else back
-                micro = count[chunk]
-                count[chunk] += 1
-                if kind == _INPUTS:
-                    late[chunk].append(micro)
+            micro = next(turns[kind][chunk])
+            if kind == _INPUTS:
+                late[chunk].append(micro)
             if micro < self.micros:
-                numbers.append((kind * self.parts + own[chunk]) * self.micros + micro)
+                numbers.append(starts[kind][chunk] + micro)
         return numbers
 
 
@@ -274,6 +274,10 @@ def _dualpipe(pipeline: Pipeline, stage: int) -> Iterator[_Pass]:
         late.append(near)
         yield _INPUTS, near
     yield from ((_WEIGHTS, chunk) for chunk in late)
+
+
+_ROUNDS = 3
+"""Times as many micro-batches as stages: with more of them no stage holds more."""
 
 
 @lru_cache(maxsize=4096)
