@@ -5,7 +5,7 @@ And published prices, and carbon of grids, which clusters name.
 
 import datetime as dt
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -143,10 +143,7 @@ def read(kind: Kind, reference: str) -> Tree:
     else:
         key, keys = key_of(kind, reference), names(kind)
         if key not in keys:
-            raise CatalogError(
-                f"unknown {kind.removesuffix('s')} {given(reference)}; {nearest(reference, keys)}"
-                f" (a file of yours: give its path, ending in .toml or .json)"
-            )
+            raise _unknown(kind, reference, keys)
         text = (resources.files("co2sim.catalog") / kind / f"{key}.toml").read_text("utf-8")
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
@@ -157,6 +154,31 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def _unknown(kind: Kind, reference: str, keys: Sequence[str]) -> CatalogError:
+    """The refusal of a name; that of a cluster has the lines of a file that describes one."""
+    what = f"unknown {kind.removesuffix('s')} {given(reference)}; "
+    close = nearest(reference, keys)
+    if kind != "clusters":
+        of_yours = "a file of yours: give its path, ending in .toml or .json"
+        return CatalogError(f"{what}{close} ({of_yours})")
+    hint = close if close.startswith("did") else "`co2sim list clusters` shows those known."
+    lines = " | ".join(A_CLUSTER)
+    return CatalogError(
+        f"{what}{hint} A file of yours, -c mine.toml, needs {len(A_CLUSTER)} lines: {lines}"
+    )
+
+
+A_CLUSTER = (
+    'name = "mine"',
+    'gpu = "h100"',
+    "nodes = 4",
+    "gpus_per_node = 8",
+    'intra = {bandwidth = "450 GB/s", latency = "3 us"}',
+    'inter = {bandwidth = "400 Gbit/s", latency = "14 us"}',
+)
+"""Lines of the least file of a cluster, as an example."""
 
 
 def usual_sequence(parameters: float) -> Tree:

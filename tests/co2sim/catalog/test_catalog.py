@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from importlib import resources
 from itertools import pairwise, starmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from one_sample import simulate
 from co2sim.catalog import key_of, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, read
 from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
-from co2sim.common.errors import OptionError
+from co2sim.common.errors import CatalogError, OptionError, error_line
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.schedule.schedule import WORLD, Collective, DType
+from co2sim.schedule.schedule import Kind as CollectiveKind
+from co2sim.simulation.costs import cost_of
 
 CLUSTERS, MODELS = names("clusters"), names("models")
 
@@ -36,7 +40,7 @@ def test_every_cluster_loads_with_plausible_links() -> None:
         assert cluster.nodes % cluster.sites == 0, key
         per_gpu = cluster.inter.payload_bandwidth / cluster.gpus_per_node
         assert cluster.intra.payload_bandwidth >= per_gpu, key
-        assert cluster.gpu.peak["fp16"] >= cluster.gpu.peak["fp32"], key
+        assert max(cluster.gpu.peak.values()) >= cluster.gpu.peak.get("fp32", 0.0), key
 
 
 def test_every_model_has_its_published_number_of_parameters() -> None:
@@ -179,13 +183,45 @@ def test_an_alias_means_one_entry_and_shadows_no_key(kind: Kind) -> None:
             assert key_of(kind, other) == key
 
 
+def test_the_refusal_of_a_cluster_has_a_file_that_works(tmp_path: Path) -> None:
+    """Its lines, one a line in a file, are a cluster that a training runs on."""
+    with pytest.raises(CatalogError) as caught:
+        load_cluster("nosuch")
+    assert len(error_line(str(caught.value))) < 400
+    lines = str(caught.value).partition("lines: ")[2].split(" | ")
+    assert len(lines) == 6
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(lines))
+    assert simulate(str(file), "gpt2-small", "fsdp", gpus=32).tokens_per_s > 0
+
+
+# --- kinds of accelerators ----------------------------------------------------------------------
+
+
+def test_a_slice_of_tpus_gathers_by_all_links_of_its_torus() -> None:
+    """By hand: 256 chips have 4 links of 45 GB/s; 1.8 GB take 255 / 256 x 10 ms, and hops."""
+    cluster = load_cluster("tpu-v5e").value.resized(256)
+    gather = Collective(CollectiveKind.ALL_GATHER, "weights", 900_000_000, DType.BF16, WORLD)
+    taken = cost_of(gather, cluster).duration_alone(cluster)
+    assert taken == pytest.approx(10e-3 * 255 / 256 + 255 * 0.12e-6, rel=1e-6)
+
+
+def test_a_die_of_an_mi250x_is_half_of_a_module() -> None:
+    """By hand: 383 TFLOP/s, 128 GiB, 3276.8 GB/s and 560 W of a module of two."""
+    die = load_cluster("frontier").value.gpu
+    assert 2 * die.peak["bf16"] == 383e12
+    assert (2 * die.memory, 2 * die.memory_bandwidth) == (128 * 2**30, 3276.8e9)
+    assert die.tdp == 280
+
+
 @pytest.mark.parametrize("key", names("gpus"))
 def test_peaks_are_dense_and_rise_with_fewer_bits(key: str) -> None:
     """The next format is at most 4 times as fast; one that counted sparsity would be more."""
     gpu = load_cluster("dgx-h100", {"gpu": key}).value.gpu
     order = [gpu.peak[kind] for kind in ("bf16", "fp8", "fp4", "mxfp4") if kind in gpu.peak]
     assert all(starmap(lambda less, more: less <= more <= 4 * less, pairwise(order)))
-    assert gpu.peak["fp32"] <= min(gpu.peak.get("bf16", gpu.peak["fp16"]), gpu.peak["fp16"])
+    in_16_bits = [gpu.peak[kind] for kind in ("bf16", "fp16") if kind in gpu.peak]
+    assert gpu.peak.get("fp32", 0.0) <= min(in_16_bits)
     assert gpu.precisions
     assert set(gpu.precisions) <= {"bf16", "fp16", "fp32"}
     assert read("gpus", key)["name"] == gpu.name
