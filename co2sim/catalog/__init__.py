@@ -443,7 +443,7 @@ def _where(location: Place) -> str:
     """The dotted path of a value in its file; for models, behind "model" and a kind."""
     parts = [str(part) for part in location if part not in _NO_NAMES]
     if parts[:1] == ["model"]:
-        parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
+        parts = parts[2:] if parts[1:2] and parts[1] in {*_KINDS, "traced"} else parts[1:]
         if parts[:1] == ["scan"]:
             del parts[1:2]  # its kind
     return ".".join(parts)

@@ -382,7 +382,9 @@ class _Layers(_Built):
 _LayersSpec: Any = _spec(
     Transformer,
     _Layers,
-    **dict.fromkeys(("heads", "ffn", "kv_heads", "head_dim", "full_every"), (Natural, 0)),
+    **dict.fromkeys(
+        ("heads", "ffn", "kv_heads", "head_dim", "full_every", "document"), (Natural, 0)
+    ),
     hidden=(Count, ...),
     layers=(Depth, ...),
     scan=(_Scan | None, None),
@@ -437,11 +439,15 @@ class TransformerSpec(_LayersSpec):  # type: ignore[misc]  # made above
     def build(self) -> Model:
         """The model's blocks."""
         options = _given(self, language_model)
-        return language_model(self.name, self.body(), tokens=self.seq_len, **options)
+        packed = 0 < self.document < self.seq_len
+        documents = f" on documents of {self.document:,} tokens" if packed else ""
+        name = f"{self.name}{documents}"
+        return language_model(name, self.body(), tokens=self.seq_len, **options)
 
 
 class _ImageSpec(_LayersSpec):  # type: ignore[misc]  # made above
     causal: bool = False
+    document: Literal[0] = 0
     image: Count
     patch: Count
     channels: Count = 3

@@ -139,6 +139,10 @@ def names_at(spec: "type[BaseModel]", location: Place) -> list[str]:
     names_here: list[str] = []
     for part in location:
         resolved = list(_alternatives(allowed, definitions))
+        kinds = [option.get("discriminator", {}).get("mapping", {}) for option in resolved]
+        if of_kind := [mapping[part] for mapping in kinds if part in mapping]:
+            allowed = {"$ref": of_kind[0]}
+            continue
         names_here = [name for option in resolved for name in option.get("properties", {})]
         following = [
             option["properties"][part]

@@ -337,7 +337,12 @@ class Attention(Operator):
     attention the half (Dao 2023, arXiv 2307.08691, section 3.1). A `fused` one is one kernel, which
     keeps the log-sum-exp of every row in fp32 in place of scores; with `dropout` a mask and the
     scores that it masked are kept, too. Without `softmax` attention is linear: the state of a head
-    is `wide` x `value`, and there are no scores. `ranks` divide the sequence.
+    is `wide` x `value`, and there are no scores. `ranks` divide the sequence. One packed of
+    documents of `document` tokens (0: one document) has scores within these alone, by a kernel for
+    variable lengths; eager attention computes all, and masks most.
+
+    Source: Krell et al. 2021, arXiv 2107.02027, section 3.2; Dao-AILab/flash-attention,
+    flash_attn_varlen_func.
     """
 
     kind: Literal["attention"] = "attention"  # type: ignore[assignment]  # as above
@@ -353,19 +358,27 @@ class Attention(Operator):
     latent: bool = False
     fused: bool = False
     ranks: int = 1
+    document: int = 0
 
     @property
     def flops(self) -> Flops:
         """Model FLOP of a forward pass over a sample: scores above the diagonal count, too."""
-        pairs = float(self.rows * (self.length if self.softmax else self.wide))
+        within = self.within
+        pairs = float(self.rows * (within if self.softmax else self.wide))
         if self.softmax and self.window:
-            pairs = self.window * (2 * self.length - self.window) / self.ranks
+            documents = self.length / within
+            pairs = self.seen * (2 * within - self.seen) * documents / self.ranks
         return 2.0 * self.heads * (self.wide + self.value) * pairs
+
+    @property
+    def within(self) -> int:
+        """Tokens of a document: of the whole sequence, unless it is packed of shorter ones."""
+        return min(self.document or self.length, self.length)
 
     @property
     def seen(self) -> int:
         """Tokens that a token sees at most."""
-        return self.window or self.length
+        return min(self.window or self.within, self.within)
 
     @property
     def scores(self) -> float:

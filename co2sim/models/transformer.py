@@ -191,7 +191,8 @@ class Transformer:
     `full_every` layers (0: in all). An `ffn` of 0 means no MLP. With a `pattern` each layer is one
     of them alone, by a letter: M is a scan, * attention, - an MLP (as Megatron-LM writes hybrids).
     With `parallel` norms have one input. `code` says what its eager code keeps, where that is not
-    Llama's.
+    Llama's. Sequences are packed of documents of `document` tokens (0: of one), between which there
+    is no attention.
     """
 
     layers: int
@@ -218,6 +219,7 @@ class Transformer:
     pattern: str = ""
     parallel: bool = False
     code: Code | None = None
+    document: int = 0
 
     @property
     def unfused_norm(self) -> float:
@@ -367,6 +369,7 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         softmax=body.attention == "softmax",
         causal=body.causal,
         window=window,
+        document=body.document,
         dropout=body.dropout,
         calls=3,
         kept=float(q),
@@ -442,6 +445,7 @@ def _latent(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator, .
         length=s,
         causal=body.causal,
         window=window,
+        document=body.document,
         dropout=body.dropout,
         latent=True,
         calls=3,

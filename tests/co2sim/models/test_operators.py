@@ -244,3 +244,43 @@ def test_blocks_before_the_first_trained_one_have_no_backward_pass() -> None:
     model = Model("probe", tuple(blocks), 1)
     assert model.first_trained == 1
     assert model.flops_per_sample == 4 * frozen.flops
+
+
+# --- packed documents -----------------------------------------------------------------------------
+
+
+def attention(**of: int) -> Attention:
+    """One head of 8 columns over 64 tokens."""
+    return Attention(rows=64, heads=1, keys=1, wide=8, value=8, length=64, fused=True, **of)
+
+
+def test_documents_have_scores_within_themselves() -> None:
+    """By hand: 4 of 16 tokens have 64 x 16 / 2 causal scores in place of 64 x 64 / 2."""
+    packed, whole = attention(document=16), attention()
+    per_score = 2 * 2 * 8  # a multiply-add for each column of a key, and of a value
+    assert packed.kernel(1, 2.0, 1, 0.0).flops == per_score * 64 * 16 / 2
+    assert whole.kernel(1, 2.0, 1, 0.0).flops == per_score * 64 * 64 / 2
+    assert packed.kernel(1, 2.0, 1, 0.0).bytes == whole.kernel(1, 2.0, 1, 0.0).bytes
+    assert (packed.seen, whole.seen) == (16, 64)
+
+
+def test_documents_longer_than_a_sequence_are_one() -> None:
+    """And a window that is as long as a document hides nothing of it."""
+    assert attention(document=100).flops == attention(document=64).flops == attention().flops
+    assert attention(document=16, window=32).flops == attention(document=16).flops
+    assert attention(document=16, window=4).flops == 4 * (4 * (32 - 4)) * 2 * 16
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_longer_documents_cost_no_less(less: int, more: int) -> None:
+    """Of any two lengths, with a window and without."""
+    less, more = sorted((less, more))
+    for window in (0, 5):
+        shorter, longer = (attention(document=n, window=window) for n in (less, more))
+        assert shorter.flops <= longer.flops * (1 + 1e-12)
+
+
+def test_eager_attention_computes_what_it_masks() -> None:
+    """Its products are as large as without documents."""
+    whole = replace(attention(), fused=False)
+    assert replace(whole, document=16).gemms(1, 2.0) == whole.gemms(1, 2.0)
