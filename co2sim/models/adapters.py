@@ -10,15 +10,22 @@ it has two. Inputs of frozen products need not be kept for gradients of weights,
 adapters are the same tensors, so they are kept as before, and so is what is as wide as the rank.
 Activations of the head are counted as if it were trained.
 
+Frozen weights beside adapters may be stored in NF4 (QLoRA; Dettmers et al. 2023, arXiv 2305.14314):
+4 bits, and scales that are quantized, too. Every use, in a forward pass, when it runs again, and in
+a backward pass, makes them whole before the product: bitsandbytes, autograd/_functions.py,
+MatMul4Bit; torchao, dtypes/nf4tensor.py, LinearNF4.
+
 Of tensor-parallel ranks each has the part of an adapter that meets its part of the weight, and the
 other matrix whole, whose gradients are summed up. PEFT's adapters of Megatron's layers
 (src/peft/tuners/lora/tp_layer.py) exchange what is as wide as the rank instead: not modelled.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from co2sim.common.errors import OptionError
+from co2sim.common.units import Bytes
 from co2sim.models.operators import AnyOperator, Block, Model, Product
 
 _CALLS = 4
@@ -35,8 +42,22 @@ _BACKWARD_MOVES = (2, 3)
 gradient; gradients of the input by the adapter and by the frozen weight are summed up."""
 
 
-def with_adapters(model: Model, rank: int) -> Model:
+_SCALE_BITS = 8 / 64 + 32 / (64 * 256)
+"""Of NF4 for a parameter: a scale of 8 bits for 64 of them, and one of 32 bits for 256 of these.
+Source: Dettmers et al. 2023, arXiv 2305.14314, section 3, double quantization: 0.127 bits."""
+
+NF4: Bytes = (4 + _SCALE_BITS) / 8
+"""Of a parameter with its scales."""
+
+_DEQUANTIZATIONS = 3
+"""Operations that make a matrix whole: its scales, their offset, and the matrix. Source:
+bitsandbytes 0.45, functional.py, dequantize_4bit with nested scales."""
+
+
+def with_adapters(model: Model, rank: int, packing: float = 1.0) -> Model:
     """A model whose layers have adapters, and of which nothing else is trained.
+
+    What the adapters are beside is stored as `packing` times as many elements.
 
     Raises OptionError for a model without products in its layers.
     """
@@ -45,7 +66,9 @@ def with_adapters(model: Model, rank: int) -> Model:
         if id(block.operators) not in made:
             adapts = block.is_layer
             operators = (
-                new for op in block.operators for new in _adapted(op, rank if adapts else 0)
+                new
+                for op in block.operators
+                for new in _adapted(op, rank if adapts else 0, packing)
             )
             made[id(block.operators)] = tuple(operators)
     blocks = tuple(replace(block, operators=made[id(block.operators)]) for block in model.blocks)
@@ -62,12 +85,21 @@ def trained_parameters(model: Model, rank: int | None) -> int:
     return model.parameters if rank is None else with_adapters(model, rank).trained_parameters
 
 
-def _adapted(op: AnyOperator, rank: int) -> Iterator[AnyOperator]:
+def _adapted(op: AnyOperator, rank: int, packing: float) -> Iterator[AnyOperator]:
     """A frozen operator and, of a product with weights but for routers, those of its adapters."""
-    yield replace(op, frozen=True)
-    if isinstance(op, Product) and rank and not op.wide:
+    if not (isinstance(op, Product) and rank and not op.wide):
+        yield replace(op, frozen=True)
+    else:
+        yield replace(_packed(op, packing) if packing < 1 else op, frozen=True)
         for width in op.widths or (op.columns,):
             yield from _pair(op, rank, width)
+
+
+def _packed(op: Product, packing: float) -> Product:
+    """The product, whose weights are stored in fewer bits."""
+    tensors = tuple(math.ceil(size * packing) for size in op.tensors)
+    calls = op.calls + _DEQUANTIZATIONS * len(op.widths or (op.columns,))
+    return replace(op, tensors=tensors, packed=op.elements - sum(tensors), calls=calls)
 
 
 def _pair(op: Product, rank: int, width: int) -> tuple[Product, Product]:

@@ -232,7 +232,8 @@ class Product(Operator):
     one has the weights of another block. Of every sample there are `count` products without weights
     (0: one with weights); a backward pass makes a `remade` one once more, as its kernel does not
     keep the result. `narrow` is the type of its operands, if any, and weights stay cast for
-    `cast_steps` micro-steps.
+    `cast_steps` micro-steps. Weights that are stored in fewer bits count as elements of the type
+    of the model, `packed` less than there are; each use makes them whole.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -250,6 +251,18 @@ class Product(Operator):
     remade: bool = False
     narrow: NarrowType | None = None
     cast_steps: int = 1
+    packed: int = 0
+
+    @property
+    def whole(self) -> int:
+        """Elements of its weights, however they are stored."""
+        return self.elements + self.packed
+
+    @property
+    def idle(self) -> int:
+        """Those of the experts that a token does not pass."""
+        active, count = self.chosen or (1, 1)
+        return self.whole * (count - active) // count
 
     @property
     def flops(self) -> Flops:
@@ -307,6 +320,7 @@ class Product(Operator):
             count=count,
             exact=(part.exact[0] / ranks, part.exact[1] / ranks),
             tensors=(inner * columns,) if self.padded and tensors else tensors,
+            packed=self.packed // (ranks * part.apart),
         )
 
 
@@ -612,6 +626,11 @@ class Block:
         return sum(op.idle for op in self.operators)
 
     @property
+    def packed(self) -> int:
+        """By how many elements weights that are stored in fewer bits count less."""
+        return sum(op.packed for op in self.of(Product))
+
+    @property
     def tied(self) -> int:
         """Elements of another block's parameters that it uses."""
         return sum(op.shared for op in self.of(Product))
@@ -668,7 +687,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied embedding counts once."""
+        """All parameters, however they are stored; a tied embedding counts once."""
+        return sum(block.parameters + block.packed for block in self.blocks)
+
+    @property
+    def stored(self) -> int:
+        """Elements of the type of the model that they are stored as."""
         return sum(block.parameters for block in self.blocks)
 
     @property

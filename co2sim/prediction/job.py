@@ -76,6 +76,7 @@ class Job:
         """What its kernels do, besides the model: precision, attention, recomputation, adapters."""
         work = self.workload
         more = ", adapters" if work.lora else ""
+        more += f" beside {work.quantize_base}" if work.quantize_base != "none" else ""
         return f"{work.narrow or work.precision}, {work.attention}, {work.recompute}{more}"
 
     @property

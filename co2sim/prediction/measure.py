@@ -162,7 +162,7 @@ def result_of(line: "Line") -> Result:
     sent = {name: size / steps for name, size in first.sent.items()}
     sent |= {name: sent.get(name, 0.0) + size for name, size in line.sent.items()}
     busy = first.busy + line.sending * steps
-    names = (*MESH, "micro_batch", "accumulation", "lora", "recompute")
+    names = (*MESH, "micro_batch", "accumulation", "lora", "quantize_base", "recompute")
     names = (*names, "offload", "attention")
     return Result(
         **rates(job, step),
@@ -176,7 +176,7 @@ def result_of(line: "Line") -> Result:
         gpus=gpus,
         nodes=cluster.nodes,
         trained_parameters=work.trained if work.lora else None,
-        parameters=work.parameters,
+        parameters=work.model.parameters,
         workers=job.workers,
         global_batch=gpus // work.together * work.samples_per_gpu,
         tokens_per_gpu_per_step=_each(work.samples_per_gpu * job.model.tokens, work.together),

@@ -47,7 +47,7 @@ from co2sim.training.framework import (
 )
 from co2sim.training.optimizer import Optimizer
 from co2sim.training.stack import UNNAMED, Runs, Stack, needs_of
-from co2sim.training.workload import MAX_RANK, Narrow, Offload, Workload
+from co2sim.training.workload import MAX_RANK, Narrow, Offload, QuantizeBase, Workload
 
 Thoroughness: TypeAlias = Literal["quick", "full"]
 """quick: no further simulation; full: some further ones, with moved constants."""
@@ -201,6 +201,12 @@ class Question(Mesh):
         None,
         "Rank of adapters beside all matrices of attention and MLP, of experts, too; only these are"
         " trained (LoRA). Default: all is trained.",
+        "job",
+    )
+    quantize_base: QuantizeBase = option(
+        "none",
+        "How frozen weights beside adapters are stored: none (in the precision), or nf4 (4 bits,"
+        " made whole before each product: QLoRA).",
         "job",
     )
     stack: str | Stack | Contents = option(
@@ -409,6 +415,7 @@ class Question(Mesh):
             optimizer=self.load_optimizer().value,
             offload=self.offload,
             lora=self.lora,
+            quantize_base=self.quantize_base,
             **self.mesh_values(),
             **stack.habits(
                 attention=self.attention,
@@ -588,6 +595,7 @@ class JobOptions(TypedDict, total=False):
     optimizer: str | Optimizer | Contents
     offload: Offload
     lora: Count | None
+    quantize_base: QuantizeBase
     stack: str | Stack | Contents
     overrides: Mapping[str, Number] | None
     noise: Noise

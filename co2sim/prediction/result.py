@@ -41,9 +41,9 @@ class Result(Mesh):
     `stack` is the software stack; empty for what was measured, and where the GPU's file says
     how fast its kernels are. `tokens` are the model's units: tokens, or images. `global_batch` are
     the samples of a step over all GPUs (None for what was measured). `lora` is the rank
-    of adapters, which have `trained_parameters` (both None: all is trained). `parameters` are those
-    of the model, `workers` the replicas that step on their own (1: all step together; both None
-    for what was measured).
+    of adapters, which have `trained_parameters` (both None: all is trained), and `quantize_base`
+    how the weights beside them are stored. `parameters` are those of the model, `workers` the
+    replicas that step on their own (1: all step together; both None for what was measured).
     `host_load` is what the host needs to issue the operations of passes over what the GPU needs for
     them: from 1 on the GPU waits (None for models without known kernels).
     `exposed_comm_s` is a part of `comm_busy_s`: the round time minus that of the same round with
@@ -83,6 +83,7 @@ class Result(Mesh):
     offload: str = "none"
     attention: str = "flash"
     lora: int | None = None
+    quantize_base: str = "none"
     trained_parameters: int | None = None
     parameters: int | None = None
     workers: int | None = None

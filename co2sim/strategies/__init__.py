@@ -63,7 +63,7 @@ STRATEGIES: dict[str, type[Any]] = {
 }
 
 
-_OF_THE_JOB = (*MESH, "lora")
+_OF_THE_JOB = (*MESH, "lora", "quantize_base")
 """What combines with every strategy."""
 
 _OPTIONS_ELSEWHERE = {

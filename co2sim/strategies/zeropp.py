@@ -95,6 +95,11 @@ class ZeroPP:
     def step(self, job: Workload, layout: Layout, group: Group = WORLD) -> Step:
         """One optimizer step over `group`: all ranks, or those of a node."""
         refuse_whole(job, "zeropp")
+        if job.quantize_base != "none":
+            raise OptionError(
+                f"zeropp does not combine with quantize_base={job.quantize_base}: it would quantize"
+                " weights that are in 4 bits already"
+            )
         secondary, size = self._secondary(layout), group_size(group, layout)
 
         def gather(direction: str, name: str, elements: int) -> Row:

@@ -270,6 +270,8 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0, late: float
     """
     blocks, count = job.executed, len(job.executed)
     others = dict(held) | ({"outputs": _outputs(job)} if job.keeps_outputs else {})
+    if job.quantize_base != "none":
+        others["dequantized"] = _dequantized(job)
     each, streams, block = (
         others.pop(name, 0.0) for name in ("whole_gradients", "streams", "last_block")
     )
@@ -314,6 +316,17 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0, late: float
     cached = _cached(job, items, streams, block, float(logits.sum()))
     there = {name: sizes for name, sizes in items.items() if sizes.any()}
     return Timeline(_moments([block.name for block, _, _ in blocks]), there, cached)
+
+
+def _dequantized(job: Workload) -> Passing:
+    """The largest matrix of a block that is stored in fewer bits, as a product at work reads it."""
+    sizes = [
+        max((op.whole * max(op.tensors) / op.elements for op in of if op.packed), default=0.0)
+        for block in job.model.blocks
+        for of in [block.of(Product)]
+    ]
+    there = np.array(sizes) * job.precision.bytes
+    return Passing(there, backward=there)
 
 
 def _moments(names: Sequence[str]) -> tuple[str, ...]:

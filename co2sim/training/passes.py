@@ -109,7 +109,7 @@ class Passes(Framework):
                 kept = tuple(pair for pair in op.unfused if pair[0] in keeps)
                 op = replace(op, moved=moved, kept=op.kept + more, unfused=kept)
             match op:
-                case Product(wide=False) if kind:
+                case Product(wide=False, adapter=False) if kind:
                     return replace(op, narrow=kind, cast_steps=cast_steps)
                 case Attention(softmax=True):
                     return replace(op, fused=self.attention == "flash")
@@ -126,8 +126,9 @@ class Passes(Framework):
         A backward pass moves twice as much as a forward one, but frozen weights once.
         """
         flops, width = block.flops * self.micro_batch, self.precision.bytes
-        frozen = (block.parameters - block.trained) * width if flops else 0.0
-        weights = block.parameters * width if flops else 0.0  # a look-up reads only rows
+        made = 2.0 * sum(op.whole for op in block.of(Product) if op.packed)  # and read
+        frozen = (block.parameters - block.trained + made) * width if flops else 0.0
+        weights = (block.parameters + made) * width if flops else 0.0  # a look-up reads only rows
         traffic = weights + self._written(block) * width * self.micro_batch
         there = self.exchanges(block, "forward")
         forward = Compute("forward", flops, traffic, self.kernels(block, 1), exchanges=there)
@@ -183,6 +184,8 @@ class Passes(Framework):
                 if often:
                     products.append(op.gemm(samples, width).times(often))
                 casts += self._cast(op, passes, runs=runs)
+                if op.packed:  # read as they are stored, and written whole
+                    casts += (bool(passes) + repeated) * (op.elements + op.whole) * width
             elif isinstance(op, Attention) and op.fused:
                 fused.append(op.kernel(samples, width, passes, repeated))
             elif isinstance(op, Attention):
@@ -212,12 +215,13 @@ class Passes(Framework):
             return 0.0
         made = op.gemm(self.micro_batch, 1.0)
         rows = made.rows * made.batch
-        elements = float(((passes == 1) + runs) * rows * made.inner)
-        if passes == 1:
-            elements += made.batch * made.inner * made.columns / op.cast_steps
-        elif passes == _BOTH:
-            elements += rows * made.columns
-        return elements * (kind.reads * self.precision.bytes + _LAYOUTS * kind.bytes)
+        weights = made.batch * made.inner * made.columns / op.cast_steps * (passes == 1)
+        others = float(((passes == 1) + runs) * rows * made.inner)
+        if passes == _BOTH:
+            others += rows * made.columns
+        read = kind.reads * self.precision.bytes
+        layouts = 1 if op.frozen else _LAYOUTS  # no gradient of a frozen weight needs the second
+        return weights * (read + _LAYOUTS * kind.bytes) + others * (read + layouts * kind.bytes)
 
     def exchanges(self, block: Block, *passes: Pass) -> TensorParallelCollectives | None:
         """What tensor-, context- and expert-parallel ranks exchange in passes, one after another.

@@ -15,7 +15,7 @@ from typing import Literal
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, Flops
 from co2sim.common.validation import whole
-from co2sim.models.adapters import with_adapters
+from co2sim.models.adapters import NF4, with_adapters
 from co2sim.models.operators import (
     NARROW,
     Attention,
@@ -44,6 +44,9 @@ Offload = Literal["none", "optimizer", "parameters"]
 """optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.
 2021, ZeRO-Offload, arXiv 2101.06840). parameters: these and gradients, too; a block's share comes
 over the link before it is gathered (ZeRO-Infinity, arXiv 2104.07857; torch's CPUOffloadPolicy)."""
+
+QuantizeBase = Literal["none", "nf4"]
+"""How frozen weights beside adapters are stored. nf4: in 4 bits (QLoRA, `adapters.NF4`)."""
 
 Narrow = Literal["fp8", "mxfp8", "nvfp4"]
 """Types of matrix products below 16 bits. fp8: one scale for a tensor, from its own maximum. mxfp8:
@@ -99,6 +102,9 @@ class Workload(Mesh, Framework):
     lora: int | None = None
     """The rank of the layers' adapters, if any: only these are trained (`adapters`)."""
 
+    quantize_base: QuantizeBase = "none"
+    """How weights beside adapters are stored."""
+
     bare: Model | None = field(default=None, compare=False, repr=False)
     """The model without adapters."""
 
@@ -117,22 +123,33 @@ class Workload(Mesh, Framework):
                 f"offload={self.offload} does not combine with optimizer={self.optimizer.name}: the"
                 " speed of its matrix products on a host is not known"
             )
+        quantized = self.quantize_base != "none"
+        if quantized:
+            self._check_quantized()
         if self.lora is None:
             return
         object.__setattr__(self, "lora", whole("lora", self.lora, 1, MAX_RANK))
-        if self.narrow:
-            raise OptionError(
-                f"lora={self.lora} does not combine with precision={self.narrow}: frozen weights"
-                " are in bf16, fp16 or fp32"
-            )
         if self.bare is None:
+            packing = NF4 / self.precision.bytes if quantized else 1.0
             object.__setattr__(self, "bare", self.model)
-            object.__setattr__(self, "model", with_adapters(self.model, self.lora))
+            object.__setattr__(self, "model", with_adapters(self.model, self.lora, packing))
+
+    def _check_quantized(self) -> None:
+        """Refuse what weights in 4 bits do not combine with."""
+        reasons = {
+            "needs lora, such as 16: weights in 4 bits are frozen": self.lora is None,
+            f"does not combine with precision={self.narrow}: products are in the type that weights"
+            " are made whole in": self.narrow is not None,
+            "does not combine with stack.autocast": self.autocast,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise OptionError(f"quantize_base={self.quantize_base} {reason}")
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, adapters included."""
-        return self.model.parameters
+        """Parameters of the model, adapters included, as elements of `precision` in memory."""
+        return self.model.stored
 
     @property
     def trained(self) -> int:

@@ -25,7 +25,7 @@ from co2sim.report.text import totals
 from co2sim.report.text.bill import billed
 from co2sim.report.text.launch import launch_row
 from co2sim.report.text.memory import fitting
-from co2sim.report.text.result import first_of, speeds
+from co2sim.report.text.result import adapters_of, first_of, speeds
 from co2sim.report.text.screen import WIDTH, Screen
 
 
@@ -256,7 +256,7 @@ def batch_row(results: Sequence[Result]) -> str:
     precisions = {r.precision for r in results}
     shared = [*precisions] if len(precisions) == 1 and precisions != {"bf16"} else []
     shared += [first.optimizer] if first.optimizer != "adamw" else []
-    shared += [f"adapters of rank {first.lora}"] if first.lora else []
+    shared += [adapters_of(first)] if first.lora else []
     rest = "".join(f", {word}" for word in shared)
     taken = {figures.brief_batch(r) for r in results}
     if len(taken) > 1:

@@ -177,7 +177,13 @@ def stacks_of(results: Iterable[Result]) -> str:
 
 def adapters(r: Result) -> str:
     """What is trained of a model with adapters."""
-    return f"adapters of rank {r.lora}: {counted(r.trained_parameters or 0, 'parameter')}"
+    return f"{adapters_of(r)}: {counted(r.trained_parameters or 0, 'parameter')}"
+
+
+def adapters_of(r: Result) -> str:
+    """The rank of adapters, and how the weights beside them are stored."""
+    beside = f" beside {r.quantize_base}" if r.quantize_base != "none" else ""
+    return f"adapters of rank {r.lora}{beside}"
 
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:

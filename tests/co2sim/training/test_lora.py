@@ -1,8 +1,10 @@
 """Adapters (LoRA): what is trained, what a pass computes, what is sent, and what memory holds."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import tiny
@@ -14,7 +16,8 @@ from small_gpt import small
 
 from co2sim.catalog import load_cluster, load_model
 from co2sim.hardware.failures import Failures
-from co2sim.models.adapters import summed
+from co2sim.models.adapters import NF4, summed
+from co2sim.models.operators import Product
 from co2sim.models.transformer import Experts, LatentAttention, Transformer, language_model
 from co2sim.prediction.goodput import goodput_of
 from co2sim.prediction.job import schedule_of
@@ -260,3 +263,88 @@ def test_checkpoints_hold_adapters_and_restarts_read_the_model_too() -> None:
     assert found[1].checkpoint_bytes == 12 * 41943040
     assert found[0].checkpoint_bytes == 12 * bare.parameters
     assert found[1].useful > found[0].useful
+
+
+# --- weights in 4 bits (QLoRA) --------------------------------------------------------------------
+
+
+QLORA = Workload(SMALL, lora=RANK, quantize_base="nf4")
+STORED = sum(math.ceil(a * b * NF4 / 2) for a, b in SIDES)
+"""Elements of two bytes that the matrices of a layer are stored as."""
+
+
+def test_a_matrix_of_512_columns_takes_as_many_bytes_as_in_torchao() -> None:
+    """By hand: 131,072 for 4 bits, 4,096 for scales of 64 weights, 64 for scales of 256 scales."""
+    assert 512 * 512 * NF4 == 131_072 + 4_096 + 64
+
+
+def test_only_weights_beside_adapters_are_in_four_bits() -> None:
+    """Embedding, head, norms and adapters are in 16; and the model has as many parameters."""
+    whole = 2 * (FROZEN - WEIGHTS + TRAINED + LAYERS * STORED)
+    assert most(QLORA, "ddp", LAYOUT)["parameters"] == whole
+    assert most(QLORA, "zero3", LAYOUT)["parameters"] == whole / RANKS
+    assert most(QLORA, "ddp", LAYOUT)["optimizer"] == 12 * TRAINED
+    assert QLORA.model.parameters == LORA.model.parameters == FROZEN + TRAINED
+    assert QLORA.model.flops_per_sample == LORA.model.flops_per_sample
+
+
+def test_what_is_gathered_is_what_is_stored() -> None:
+    """FSDP gathers weights in 4 bits, and reduces gradients of adapters."""
+    root = 2 * VOCAB * H + H
+    every = FROZEN - WEIGHTS + TRAINED + LAYERS * STORED
+    assert moved("fsdp", QLORA) == {
+        Kind.ALL_GATHER: 2 * every - root,
+        Kind.REDUCE_SCATTER: TRAINED,
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_each_use_reads_four_bits_and_writes_sixteen(recompute: str) -> None:
+    """Forward, backward and, in full recomputation, once more but for the last product."""
+    job = Workload(
+        SMALL, lora=RANK, quantize_base="nf4", recompute=recompute, checkpointing="reentrant"
+    )
+    layer = job.works()[1]
+    once = 2 * STORED + 2 * sum(a * b for a, b in SIDES)
+    assert layer.forward.kernels.cast_bytes == once
+    assert layer.backward.kernels.cast_bytes == once * (1 + (recompute == "full"))
+    plain = replace(job, model=SMALL, bare=None, quantize_base="none").works()[1]
+    assert layer.forward.kernels.calls == plain.forward.kernels.calls + 3 * len(SIDES)
+    assert layer.forward.kernels.products == plain.forward.kernels.products
+
+
+def test_the_largest_matrix_is_whole_while_a_block_works() -> None:
+    """Of 64 x 128 weights of two bytes, in layers only."""
+    there = line(QLORA).items["dequantized"]
+    assert there.max() == 2 * H * FFN
+    assert there[0] == there[LAYERS + 1] == 0
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4, "sequence_parallel": True}])
+def test_tensor_parallel_ranks_have_parts_of_what_is_stored(mesh: dict[str, Any]) -> None:
+    """And make whole only these."""
+    share = replace(QLORA, **mesh).share
+    ops = [op for op in share.model.blocks[1].of(Product) if op.packed]
+    assert sum(op.elements for op in ops) == pytest.approx(STORED / mesh["tp"], abs=len(SIDES))
+    assert sum(op.whole for op in ops) == pytest.approx(
+        sum(a * b for a, b in SIDES) / mesh["tp"], abs=2 * len(SIDES)
+    )
+
+
+# --- products below 16 bits -----------------------------------------------------------------------
+
+
+def test_products_of_frozen_weights_are_narrow_and_those_of_adapters_are_not() -> None:
+    """Inputs and gradients are cast in one layout, as frozen weights have no gradients."""
+    job = Workload(SMALL, lora=RANK, narrow="fp8")
+    layer = job.works()[1]
+    for made in (*layer.forward.kernels.products, *layer.backward.kernels.products):
+        assert made.narrow == ("" if RANK in (made.inner, made.columns) else "fp8")
+    merged = [(H, H + 2 * KV), (H, H), (H, 2 * FFN), (FFN, H)]
+    inputs = TOKENS * sum(a for a, _ in merged)
+    results = TOKENS * sum(b for _, b in merged)
+    weights = sum(a * b for a, b in merged)
+    read = 2 * 2  # twice, of two bytes
+    assert layer.forward.kernels.cast_bytes == inputs * (read + 1) + weights * (read + 2)
+    assert layer.backward.kernels.cast_bytes == results * (read + 1)
+    assert most(job, "ddp", LAYOUT) == most(LORA, "ddp", LAYOUT)
