@@ -48,6 +48,9 @@ ASSUMED: Mapping[str, Assumption] = {
 }
 """By the path of the number in a cluster."""
 
+LINK = ("gpu.host_link", "host_link_efficiency")
+"""Those of the link."""
+
 
 def speed(cluster: Cluster, place: Place) -> BytesPerSecond:
     """Of the link of a GPU to its host, one direction, or of the optimizer on a GPU's part of it.

@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 from co2sim.catalog import Contents, Fact, load_cluster, names
-from co2sim.common.units import counted, scaled
+from co2sim.common.units import Bytes, counted, scaled
 from co2sim.hardware.cluster import GPU, Cluster
 from co2sim.models.operators import Attention, Block
 from co2sim.prediction.intervals import KIND_WORDS, error_model
@@ -20,7 +20,7 @@ from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import Replica
 from co2sim.strategies.zero import Zero3
 from co2sim.strategies.zeropp import ZeroPP
-from co2sim.training.memory import host_memory, moved_to_host
+from co2sim.training.memory import host_memory, moved_to_host, sent_to_host
 from co2sim.training.workload import Workload
 
 _MIN_GAIN = 1e-3
@@ -118,15 +118,23 @@ def offloaded(job: Job) -> tuple[str, ...]:
     if job.workload.offload == "none":
         return ()
     stage, gpus = job.stage(0, 1), job.cluster.gpus_per_node
+    if job.workload.offload == "activations":
+        each = sum(sent_to_host(stage.workload.share).values())
+        return (f"activations take {_on_a_node(each, gpus)}; the interval is that of runs without",)
     what = "optimizer states and gradients"
     each = host_memory(stage.workload, stage.schedule)
     if job.workload.offload == "parameters":
         whole = replace(stage, workload=replace(stage.workload, offload="none"))
         what = "parameters, optimizer states and gradients"
         each = moved_to_host(whole.timeline(), stage.timeline())
-    sizes = f"{scaled(each, 'B')} of the host's memory for each GPU, {scaled(gpus * each, 'B')}"
     interval = "the interval is that of runs without a host's optimizer"
-    return (f"{what} take {sizes} on a node; {interval}",)
+    return (f"{what} take {_on_a_node(each, gpus)}; {interval}",)
+
+
+def _on_a_node(each: Bytes, gpus: int) -> str:
+    """What is in the memory of a node's host, in words."""
+    whole = scaled(gpus * each, "B")
+    return f"{scaled(each, 'B')} of the host's memory for each GPU, {whole} on a node"
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:

@@ -27,7 +27,7 @@ from co2sim.common import convert, validation
 from co2sim.common.convert import Count, Number, Reader, Within, option
 from co2sim.common.errors import OptionError, nearest
 from co2sim.hardware.cluster import GPU, Cluster
-from co2sim.hardware.offloading import ASSUMED, unknown
+from co2sim.hardware.offloading import ASSUMED, LINK, unknown
 from co2sim.models.operators import NARROW, Model
 from co2sim.prediction.job import Job, Stage, stage_cluster
 from co2sim.schedule.mesh import Mesh
@@ -193,8 +193,9 @@ class Question(Mesh):
     offload: Offload = option(
         "none",
         "What the host has instead of the GPU: none; optimizer (its states, which the host's"
-        " processors update; gradients go there and parameters come back); or parameters (these and"
-        " gradients, too: zero3 and fsdp load a block's share before each gather).",
+        " processors update; gradients go there and parameters come back); parameters (these and"
+        " gradients, too: zero3 and fsdp load a block's share before each gather); or activations"
+        " (what layers keep, but for the last two).",
         "job",
     )
     lora: Annotated[int | None, Within((1, MAX_RANK))] = option(
@@ -354,7 +355,15 @@ class Question(Mesh):
                 f"{self.expert_words} combines with ddp, zero1, zero2 and fsdp; not with"
                 f" {strategy.name}"
             )
-        if self.offload not in {"none", *(strategies.says(strategy, "offloads") or ())}:
+        able_here = {"none", *(strategies.says(strategy, "offloads") or ())}
+        if strategies.is_built_in(strategy):
+            able_here.add("activations")
+        elif self.offload == "activations":
+            raise OptionError(
+                "offload=activations combines with the strategies of the catalog; not with"
+                f" {strategy.name}"
+            )
+        if self.offload not in able_here:
             kinds = strategies.STRATEGIES.items()
             *able, last = [n for n, kind in kinds if self.offload in getattr(kind, "offloads", ())]
             raise OptionError(
@@ -371,7 +380,7 @@ class Question(Mesh):
             measured=stack.measured,
             call_overhead=stack.call_overhead,
             assumed=(
-                *assumed(cluster, model, offload=self.offload != "none"),
+                *assumed(cluster, model, offload=self.offload),
                 *_under("optimizer", self.load_optimizer()),
                 *beyond_the_file(stated, sized),
             ),
@@ -489,18 +498,20 @@ def _check_options(text: str) -> None:
 
 
 def assumed(
-    cluster: Entry[Cluster], model: Entry[Model], *, offload: bool = False
+    cluster: Entry[Cluster], model: Entry[Model], *, offload: Offload = "none"
 ) -> tuple[Fact, ...]:
     """The assumed numbers of both, which no source supports; no step depends on failures.
 
-    Those of the host are named where a job has states there.
+    Those of the host are named where a job has states there, with activations those of the link.
     """
-    missing = unknown(cluster.value) if offload else {}
+    used = {"none": (), "activations": LINK}.get(offload, ASSUMED)
+    missing = {path: number for path, number in unknown(cluster.value).items() if path in used}
     of_host = [Fact(f"cluster.{k}", a.text, a.why, assumed=True) for k, a in missing.items()]
     stated = (
         fact
         for fact in _under("cluster", cluster)
-        if offload or fact.path.removeprefix("cluster.") not in ASSUMED
+        if fact.path.removeprefix("cluster.") in {*used}
+        or (fact.path.removeprefix("cluster.") not in ASSUMED)
     )
     return (*stated, *of_host, *_under("model", model))
 

@@ -44,6 +44,7 @@ from co2sim.strategies.step import (
     title,
     update,
     whole_options,
+    with_activations_on_host,
 )
 from co2sim.strategies.whole_matrices import EXCHANGED, Division, check_shapes, refuse_whole
 from co2sim.training.memory import Items, Passing, as_they_come, casts
@@ -91,6 +92,7 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
     check_micro_steps(job, _OPS_PER_BLOCK + _LOADS_PER_BLOCK * how.loads)
     shards = group_size(how.among, layout)
     ops, reduced = lay_out(_uses(job, how, shards))
+    ops = with_activations_on_host(job, ops)
     share = math.ceil(job.owned_trained(shards))
     place: Place = "host" if how.loads else "gpu"
     if how.clip:
@@ -413,7 +415,7 @@ class FSDP:
         if job.offload != "parameters":
             items["parameters"] = share * width
             items["gradients"] = as_they_come(job, job.update.master_bytes, n)
-        if job.offload == "none":
+        if not job.states_on_host:
             items["parameters"] = share * width + trained * (job.update.master_bytes - width)
             items["optimizer"] = job.moments(n)
         if n == 1 and job.offload != "parameters":

@@ -35,6 +35,7 @@ from co2sim.strategies.step import (
     micro_prefix,
     update,
     whole_options,
+    with_activations_on_host,
 )
 from co2sim.strategies.whole_matrices import Division
 from co2sim.training.memory import Passing
@@ -180,6 +181,7 @@ def sharded_step(
             fetched_here = ()
         ends.append(laid[-1].passes[-1].name)
     ops, reduced = lay_out(laid)
+    ops = with_activations_on_host(job, ops)
     if refresh:
         last = next(index for index, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))

@@ -1,7 +1,8 @@
 """Building blocks of an optimizer step: passes over blocks, and gradient buckets."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from co2sim.strategies.whole_matrices import (
     check_shapes,
     whole_matrices,
 )
+from co2sim.training.memory import ON_GPU, sent_to_host
 from co2sim.training.workload import Workload
 
 _MAX_PIECES = 10_000
@@ -240,7 +242,54 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
                         Op(f"{prefix}{kind}{bucket_index}", collective, COMM, behind, turn)
                         for kind, collective in collectives.items()
                     ]
-    return ops
+    return with_activations_on_host(job, ops)
+
+
+def with_activations_on_host(job: Workload, ops: Sequence[Op]) -> list[Op]:
+    """The passes, with what layers keep on its way to the host and back, if that is offloaded.
+
+    Copies have a stream for each direction. A forward pass waits until what the layer before the
+    last one kept has left. That of a layer comes back behind the backward pass of the layer but
+    one, while the next one goes back. So there is room for two layers, and the last two stay.
+    """
+    if job.offload != "activations":
+        return [*ops]
+    sizes = sent_to_host(job)
+    layers = [block.name for block in job.model.blocks if block.is_layer]
+    places = {name: place for place, name in enumerate(layers)}
+    uses = [_use(op, places) for op in ops]
+    ends = {use[1:]: op.name for op, use in zip(ops, uses, strict=True) if use and use[0]}
+    made: list[Op] = []
+    fetched: set[str] = set()
+    for op, use in zip(ops, uses, strict=True):
+        made.append(op)
+        if use is None:
+            continue
+        back, prefix, place = use
+        name, before = layers[place], layers[place - ON_GPU] if place >= ON_GPU else ""
+        awaited = f"{prefix}fetch.{name}" if back else f"{prefix}offload.{before}"
+        if (name if back else before) in sizes and awaited not in fetched:
+            made[-1] = replace(op, after=(*op.after, After(awaited)))
+        fetched.add(awaited)
+        moved, kernel = (before, "fetch") if back else (name, "offload")
+        if moved in sizes and (not back or ends[prefix, place] == op.name):
+            copy = Compute(kernel, 0.0, sizes[moved], place="link")
+            made.append(Op(f"{prefix}{kernel}.{moved}", copy, kernel, (After(op.name),), op.turn))
+    return made
+
+
+_PASS = re.compile(r"(m\d+\.)?(forward|recompute|backward)\.(.+?)", re.DOTALL)
+
+
+def _use(op: Op, layers: Mapping[str, int]) -> tuple[bool, str, int] | None:
+    """Whether a pass goes back, its micro-step, and the place of its layer; None for other ops."""
+    found = _PASS.fullmatch(op.name) if op.stream == COMPUTE else None
+    if found is None:
+        return None
+    name = found[3] if found[3] in layers else re.sub(r"\.\d+$", "", found[3])  # a part of it
+    if name not in layers:
+        return None
+    return found[2] != "forward", found[1] or "", layers[name]
 
 
 def update(
@@ -257,7 +306,7 @@ def update(
     Parameters that are offloaded stay there.
     """
     work = job.update.by_elements(elements)
-    if job.offload == "none":
+    if not job.states_on_host:
         return [Op("optimizer", work, COMPUTE, waits), *whole_matrices(job, division, COMPUTE)]
     size = elements * (gradient or job.gradient_bytes)
     there = Compute("to_host", 0.0, size, place="link")

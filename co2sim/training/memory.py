@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes
 from co2sim.models.operators import (
     AnyOperator,
@@ -133,7 +134,7 @@ def model_states(
         states["gradients"] = as_they_come(job, gradient, gradient_shards)
     if gradient_shards > 1 or job.accumulation == 1:
         states["whole_gradients"] = gradient if gradient_shards == 1 else job.precision.bytes
-    if job.offload == "none":
+    if not job.states_on_host:
         states["optimizer"] = (
             job.moments(optimizer_shards) if wide else job.optimizer_states(optimizer_shards)
         )
@@ -189,6 +190,41 @@ def host_memory(job: Workload, schedule: Schedule) -> Bytes:
     return share * (job.trained * job.update.master_bytes + job.moments(1)) + moved.get(
         "to_host", 0.0
     )
+
+
+def sent_to_host(job: Workload) -> dict[str, Bytes]:
+    """What layers keep of a micro-batch that goes to the host, by layer: of all but the last two.
+
+    Raises OptionError where there is nothing to send.
+    """
+    sizes: dict[object, Bytes] = {}
+    sent: dict[str, Bytes] = {}
+    for block, made, kind in job.executed:
+        if kind not in sizes:
+            sizes[kind] = _checkpoint(job, block) or kept_bytes(job, made)
+        if block.is_layer:
+            sent[block.name] = sizes[kind]
+    few = dict(list(sent.items())[:-ON_GPU])
+    if not any(few.values()):
+        raise OptionError(
+            f"offload=activations moves nothing of {job.model.name}: {len(sent)} layers say what"
+            f" they keep, of which {ON_GPU} stay"
+        )
+    return few
+
+
+ON_GPU = 2
+"""Layers whose activations are on the GPU where others are on the host: one that is at work, and
+one that comes or goes."""
+
+
+def _checkpoint(job: Workload, block: Block) -> Bytes:
+    """The input of a block that runs again; 0 of others.
+
+    Under autocast sums are in fp32, and so is what goes from layer to layer.
+    """
+    width = max(job.precision.bytes, job.autocast * DType.FP32.bytes)
+    return job.repeats(block) * block.boundary * width * job.micro_batch
 
 
 def moved_to_host(whole: "Timeline", kept: "Timeline") -> Bytes:
@@ -278,12 +314,7 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0, late: float
     whole = each if isinstance(each, float) else 0.0
     steps = {kind: Backward.of(job, made) for _, made, kind in blocks}
     repeats = [job.repeats(block) for block, _, _ in blocks]
-    width = job.precision.bytes * job.micro_batch
-    # Under autocast sums are in fp32, and so is what goes from layer to layer.
-    stream = max(width, job.autocast * DType.FP32.bytes * job.micro_batch)
-    inputs = np.array(
-        [r * block.boundary * stream for (block, _, _), r in zip(blocks, repeats, strict=True)]
-    )
+    inputs = np.array([_checkpoint(job, block) for block, _, _ in blocks])
     kept = np.array(
         [0.0 if r else steps[kind].kept for (_, _, kind), r in zip(blocks, repeats, strict=True)]
     )
@@ -300,7 +331,10 @@ def timeline(job: Workload, held: Items, micro_batches: float = 1.0, late: float
         """Of what stays from a block's forward pass to its backward pass; none stays longer."""
         behind = np.cumsum(before)
         forward, back = behind, behind - before + here
-        passes = np.concatenate([forward, [behind[-1]] * 2, back[::-1]]) + after
+        if job.offload == "activations":
+            gone = _gone(before, [block.is_layer for block, _, _ in blocks])
+            forward, back = behind - gone, back - gone
+        passes = np.concatenate([forward, [forward[-1]] * 2, back[::-1]]) + after
         return np.concatenate([passes, ends])
 
     items = {
@@ -327,6 +361,17 @@ def _dequantized(job: Workload) -> Passing:
     ]
     there = np.array(sizes) * job.precision.bytes
     return Passing(there, backward=there)
+
+
+def _gone(kept: NDArray[np.float64], layers: Sequence[bool]) -> NDArray[np.float64]:
+    """What of layers up to a block is on the host: of all but the last two of these.
+
+    So it is on the way forward, and on the way back, where one of the two has come just then.
+    """
+    passed = np.cumsum(layers)
+    first = np.concatenate([[0.0], kept[np.asarray(layers, bool)].cumsum()])
+    there: NDArray[np.float64] = first[np.maximum(passed - ON_GPU, 0)]
+    return there
 
 
 def _moments(names: Sequence[str]) -> tuple[str, ...]:

@@ -40,10 +40,12 @@ from co2sim.training.framework import (
 from co2sim.training.optimizer import ADAMW, FP32, Optimizer, Update
 from co2sim.training.passes import Passes
 
-Offload = Literal["none", "optimizer", "parameters"]
+Offload = Literal["none", "optimizer", "parameters", "activations"]
 """optimizer: its states are in the host's memory, and the host's processors update them (Ren et al.
 2021, ZeRO-Offload, arXiv 2101.06840). parameters: these and gradients, too; a block's share comes
-over the link before it is gathered (ZeRO-Infinity, arXiv 2104.07857; torch's CPUOffloadPolicy)."""
+over the link before it is gathered (ZeRO-Infinity, arXiv 2104.07857; torch's CPUOffloadPolicy).
+activations: what layers keep goes there behind their forward pass, and comes back for their
+backward pass (torchtune, enable_activation_offloading; Megatron-LM, cpu_offloading)."""
 
 QuantizeBase = Literal["none", "nf4"]
 """How frozen weights beside adapters are stored. nf4: in 4 bits (QLoRA, `adapters.NF4`)."""
@@ -118,7 +120,11 @@ class Workload(Mesh, Framework):
         for name in ("micro_batch", "accumulation"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, MAX_SAMPLES))
         self.check()
-        if self.offload != "none" and self.optimizer.needs_whole:
+        if self.offload == "activations" and self.pp > 1:
+            raise OptionError(
+                f"offload=activations does not combine with pp={self.pp}, as in Megatron-LM"
+            )
+        if self.states_on_host and self.optimizer.needs_whole:
             raise OptionError(
                 f"offload={self.offload} does not combine with optimizer={self.optimizer.name}: the"
                 " speed of its matrix products on a host is not known"
@@ -150,6 +156,11 @@ class Workload(Mesh, Framework):
     def parameters(self) -> int:
         """Parameters of the model, adapters included, as elements of `precision` in memory."""
         return self.model.stored
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether optimizer states are in the host's memory."""
+        return self.offload in {"optimizer", "parameters"}
 
     @property
     def trained(self) -> int:

@@ -1,5 +1,6 @@
-"""Optimizer states on the host: what crosses the link, memory on both sides, and step times."""
+"""Optimizer states, or activations, on the host: what crosses the link, memory, and step times."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from co2sim.schedule.schedule import Compute, DType, Kind, Layout, Schedule
 from co2sim.simulation.costs import traffic
 from co2sim.simulation.run import execute
 from co2sim.training.memory import host_memory, moved_to_host
+from co2sim.training.workload import Workload
 
 M = 2000
 """Parameters of the tiny model."""
@@ -195,3 +197,91 @@ def test_a_host_multiplies_no_matrices() -> None:
     """Muon's products on a host have no known speed."""
     with pytest.raises(OptionError, match="optimizer=muon"):
         tiny.job(offload="optimizer", optimizer=load_optimizer("muon").value)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+LAYERS = 5
+KEPT = 2 * 2000 + 4 * 2 * 16
+"""Bytes of a layer: 2,000 elements, and a statistic of each of 2 heads of 16 tokens."""
+
+
+def deep(**options: Any) -> Workload:
+    """The tiny model with five layers, and a head that cannot run again."""
+    model = tiny.model()
+    first, layer, *_, head = model.blocks
+    layers = [replace(layer, name=f"layer{number}") for number in range(LAYERS)]
+    blocks = first, *layers, replace(head, boundary=0.0)
+    return tiny.job(model=replace(model, blocks=blocks), **options)
+
+
+def test_all_but_the_last_two_layers_go_and_come() -> None:
+    """Each behind its forward pass, and before its backward pass, in both micro-steps."""
+    job = deep(offload="activations", accumulation=2)
+    made = strategies.parse("ddp").schedule(job, Layout(1, 1))
+    names = [f"m{micro}.{way}.layer{n}" for micro in (0, 1) for way, n in MOVES]
+    assert on_host(made) == dict.fromkeys(names, ("link", KEPT))
+    assert host_memory(job, made) == 0
+
+
+MOVES = [("offload", 0), ("offload", 1), ("offload", 2), ("fetch", 2), ("fetch", 1), ("fetch", 0)]
+
+
+def seconds(job: Workload, link: float) -> float:
+    """Of a step on one GPU whose link moves so many bytes a second."""
+    made = strategies.parse("ddp").schedule(job, Layout(1, 1))
+    alone = cluster(gpu=tiny.gpu(host_link=link), host_link_efficiency=1.0).resized(1)
+    return tiny.makespan(execute(made, alone, precision="bf16", rounds=1))
+
+
+def test_a_fast_link_costs_nothing_and_a_slow_one_what_passes_do_not_hide() -> None:
+    """By hand: of 5 layers 3 copies of c each way hide 3 passes of f, and 3 of b."""
+    work = deep().works()[1]
+    f, b = (max(one.flops, one.memory_bytes) / 1e12 for one in (work.forward, work.backward))
+    plain = seconds(deep(), 1e9)
+    job = deep(offload="activations")
+    assert seconds(job, KEPT / f) == pytest.approx(plain)
+    c = 10 * b
+    longer = (LAYERS - 2) * (2 * c - f - b)
+    assert seconds(job, KEPT / c) == pytest.approx(plain + longer)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_layers_are_on_the_gpu(recompute: str) -> None:
+    """In full recomputation their inputs: 200 elements of two bytes."""
+    plain, job = (deep(offload=o, recompute=recompute) for o in ("none", "activations"))
+    name, size = {"none": ("activations", KEPT), "full": ("checkpoints", 400)}[recompute]
+    there, whole = (line(one, "ddp", Layout(1, 1)).items[name] for one in (job, plain))
+    gone = whole - there
+    loss, last = LAYERS + 2, 2 * (LAYERS + 2)
+    assert list(gone[:loss] / size) == [0, 0, 0, 1, 2, 3, 3]
+    assert list(gone[loss : last + 2] / size) == [3, 3, 3, 3, 2, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("zero1", "zero2(bucket=700)", "zero3", "zero3(max_reuse=1)", "zero3(reduce_bucket=300)"),
+        *("zeropp", "fsdp", "fsdp(version=1)", "co2(tau=2,delay=1)", "diloco(tau=2,worker=node)"),
+    ],
+)
+def test_every_strategy_waits_for_what_comes_back(strategy: str) -> None:
+    """The trace keeps the rules, and no pass of a layer goes back before its activations come."""
+    for recompute in ("none", "full"):
+        job = deep(offload="activations", accumulation=2, recompute=recompute)
+        made = strategies.parse(strategy).schedule(job, Layout(2, 2))
+        trace = execute(made, cluster(gpu=tiny.gpu(host_link=1e6)), precision="bf16", rounds=2)
+        assert trace.violations(made) == []
+        spans = tiny.by_op(trace)
+        fetches = [(turn, name) for turn, name in spans if "fetch." in name]
+        assert len(fetches) == 2 * 2 * (LAYERS - 2) * made.steps
+        for turn, name in fetches:
+            before, _, layer = name.partition("fetch.")
+            uses = [
+                span
+                for (other, used), span in spans.items()
+                if other == turn and used.startswith((f"{before}backward.{layer}",))
+            ]
+            assert uses
+            assert min(span.start for span in uses) >= spans[turn, name].end
