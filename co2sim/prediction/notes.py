@@ -132,7 +132,7 @@ def offloaded(job: Job) -> tuple[str, ...]:
 
 
 def _on_a_node(each: Bytes, gpus: int) -> str:
-    """What is in the memory of a node's host, in words."""
+    """Of the memory of hosts: for each GPU, and of a node."""
     whole = scaled(gpus * each, "B")
     return f"{scaled(each, 'B')} of the host's memory for each GPU, {whole} on a node"
 
