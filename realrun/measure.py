@@ -106,6 +106,11 @@ def make_kernels(name: KernelName, stage: Stage, world: World) -> KernelSet:
                 f"precision={stage.workload.narrow} is predicted only; --kernels sleep takes the"
                 f" predicted times, {stage.workload.precision} runs products"
             )
+        if stage.workload.quantize_base != "none":
+            raise OptionError(
+                f"quantize_base={stage.workload.quantize_base} is predicted only; --kernels sleep"
+                " takes the predicted times"
+            )
         return Burn(world.device, TORCH_DTYPE[stage.workload.precision])
     if world.device.type == "cuda":
         from realrun.execute.cuda_streams import GpuSleep  # noqa: PLC0415 - only where there is one

@@ -43,7 +43,7 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 Of `overrides` those of the stack are kept: it stays a name."""
 _PLAIN = tuple(field for field in fields(Question) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Question`, kept as they are."""
-_LATER = (*MESH, "stack", "offload")
+_LATER = (*MESH, "stack", "offload", "quantize_base")
 _NEW = ("product_speed", "overrides")
 """What older records lack."""
 

@@ -294,6 +294,7 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "ep": 2,
         "cp": 2,
         "lora": 8,
+        "quantize_base": "nf4",
         "sequence_parallel": True,
         "pp": 2,
         "interleave": 2,

@@ -131,11 +131,12 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("asked", ["precision=fp8", "offload=optimizer"])
+@pytest.mark.parametrize("asked", ["precision=fp8", "offload=optimizer", "quantize_base=nf4"])
 def test_what_is_predicted_only_is_not_run_as_real_products(asked: str, tmp_path: Path) -> None:
-    """Products in fp8, and an optimizer of the host: nothing is written."""
+    """Products in fp8, an optimizer of the host, weights in 4 bits: nothing is written."""
     name, _, value = asked.partition("=")
-    case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", f"--{name}", value)
+    option = f"--{name.replace('_', '-')}"
+    case = ("run", "-c", "dgx-h100", "-m", "tiny-5m", "-s", "ddp", "--lora", "4", option, value)
     done = realrun_on_ranks(tmp_path, 1, *case, "--kernels", "flops")
     assert done.returncode == 2
     assert f"{asked} is predicted only" in done.stderr
