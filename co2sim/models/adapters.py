@@ -91,8 +91,10 @@ def _adapted(op: AnyOperator, rank: int, packing: float) -> Iterator[AnyOperator
         yield replace(op, frozen=True)
     else:
         yield replace(_packed(op, packing) if packing < 1 else op, frozen=True)
-        for width in op.widths or (op.columns,):
-            yield from _pair(op, rank, width)
+        for place, width in enumerate(op.widths or (op.columns,)):
+            narrow, wide = _pair(op, rank, width)
+            of_keys = op.key_heads if place in op.keyed else 0
+            yield from (narrow, replace(wide, key_heads=of_keys, keyed=(0,) if of_keys else ()))
 
 
 def _packed(op: Product, packing: float) -> Product:
@@ -117,6 +119,8 @@ def _pair(op: Product, rank: int, width: int) -> tuple[Product, Product]:
         cut="router" if op.groups else "",
         along=op.along if op.along == "inner" else "",
         what="",
+        key_heads=0,
+        keyed=(),
         adapter=True,
     )
     wide = replace(

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Self, TypeAlias, TypeVar
 
 from co2sim.common.errors import OptionError
 from co2sim.common.resources import remembered
@@ -124,6 +124,10 @@ class Operator:
     A `frozen` one is not trained. `parts`, `cut` and `again` say what recomputes it, how
     tensor-parallel ranks divide it, and how it runs again; `apart` are the ranks among which its
     experts are divided; the busiest of these gets `load` times the rows of the mean.
+
+    Of its tensors those at the places `keyed` are of keys and values, of `key_heads` heads; of one
+    with such heads and no tensors all is. More ranks than heads have copies, each head `copied`
+    times.
     """
 
     kind: Literal["operator"] = "operator"
@@ -147,6 +151,9 @@ class Operator:
     apart: int = 1
     load: float = 1.0
     again: Again = NOT_AGAIN
+    key_heads: int = 0
+    keyed: tuple[int, ...] = ()
+    copied: int = 1
 
     @property
     def flops(self) -> Flops:
@@ -178,9 +185,33 @@ class Operator:
             return self.alone
         return 2 * (self.kept if self.made is None else self.made)
 
+    @property
+    def summed(self) -> int:
+        """Elements of tensors that several ranks have, and whose gradients they sum up."""
+        if self.copied == 1 or self.frozen:
+            return 0
+        return sum(self.tensors[place] for place in self.keyed)
+
     def counts(self, mesh: Mesh) -> dict[str, int]:  # noqa: ARG002
         """What tensor-parallel ranks have to divide, by name."""
         return {}
+
+    def with_keys(self, ranks: int) -> Self:
+        """With a head of keys and values for each of `ranks`, if these are more than the heads."""
+        times = ranks // self.key_heads if self.key_heads else 1
+        return self._with_copies(times) if times > 1 else self
+
+    def _with_copies(self, times: int) -> Self:
+        """With keys and values `times`."""
+        tensors = self._copied(self.tensors, times)
+        often = 1 if self.tensors else times
+        unfused = tuple((what, elements * often) for what, elements in self.unfused)
+        return replace(self, tensors=tensors, kept=self.kept * often, unfused=unfused, copied=times)
+
+    def _copied(self, sizes: tuple[int, ...], times: int) -> tuple[int, ...]:
+        return tuple(
+            size * (times if place in self.keyed else 1) for place, size in enumerate(sizes)
+        )
 
     def divided(self, mesh: Mesh) -> "Operator | None":
         """The part of one rank; None where it has none."""
@@ -297,6 +328,16 @@ class Product(Operator):
         columns = self.widths[0] if self.widths else self.columns
         return {self.what: {"inner": self.inner, "heads": self.count}.get(self.along, columns)}
 
+    def _with_copies(self, times: int) -> Self:
+        whole = super(Product, self)._with_copies(times)
+        widths = self._copied(self.widths or (self.columns,), times)
+        return replace(
+            whole,
+            columns=sum(widths),
+            widths=widths if self.widths else (),
+            kept=self.kept * sum(widths) / self.columns,
+        )
+
     def divided(self, mesh: Mesh) -> "Product | None":
         """The part of one rank: of the columns or of the inner dimension, or of the experts."""
         part = super(Product, self).divided(mesh)
@@ -339,6 +380,10 @@ class Table(Operator):
     def divided(self, mesh: Mesh) -> "Table | None":
         """The entries of one rank."""
         return replace(self, entries=-(-self.entries // mesh.tp))
+
+
+_KEYS = "heads of keys"
+"""Of attention: what ranks divide, or have copies of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,8 +489,16 @@ class Attention(Operator):
 
     def counts(self, mesh: Mesh) -> dict[str, int]:  # noqa: ARG002
         """What tensor-parallel ranks have to divide, by name."""
-        keys = {} if self.latent else {"heads of keys": self.keys}
+        keys = {} if self.latent else {_KEYS: self.keys}
         return {"heads": self.heads, **keys} if self.cut else {}
+
+    def _with_copies(self, times: int) -> Self:
+        more = (times - 1) * self.keys * (self.wide + self.value)
+        unfused = tuple(
+            (what, elements - (more if what in {"keys", "masks"} else 0.0))
+            for what, elements in self.unfused
+        )
+        return replace(self, keys=self.keys * times, unfused=unfused)
 
     def divided(self, mesh: Mesh) -> "Attention | None":
         """Some of the heads, on a part of the sequence."""
@@ -780,7 +833,7 @@ def _sharded(model: Model, mesh: Mesh) -> Model:
     for block in model.blocks:
         key = id(block.operators)
         if key not in parts:
-            made = (op.divided(mesh) for op in block.operators)
+            made = (op.with_keys(mesh.tp).divided(mesh) for op in block.operators)
             parts[key] = tuple(op for op in made if op is not None)
     ranks = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
     blocks = (
@@ -820,8 +873,12 @@ def _check_divides(model: Model, mesh: Mesh) -> None:
             " parts for each"
         )
     for what, count in counts.items():
-        if count % mesh.tp:
-            raise OptionError(f"tp={mesh.tp} does not divide the {count} {what} of {model.name}")
+        copied = what == _KEYS and model.divisible is True and mesh.tp > count
+        if mesh.tp % count if copied else count % mesh.tp:
+            also = ", nor is it a multiple of them" if copied else ""
+            raise OptionError(
+                f"tp={mesh.tp} does not divide the {count} {what} of {model.name}{also}"
+            )
     if mesh.ep > 1:
         _check_experts(model, mesh)
 

@@ -321,10 +321,12 @@ def _unfused(what: Unfused, elements: float) -> tuple[tuple[Unfused, float], ...
     return ((what, elements),) if elements else ()
 
 
-def _biases(rows: int, widths: Sequence[int], parts: tuple[Part, ...] = ()) -> list[Operator]:
-    """Those of products whose columns ranks divide."""
-    tensors = tuple(widths)
-    return [Operator(name="bias", rows=rows, tensors=tensors, parts=parts, cut="width")]
+def _biases(
+    rows: int, widths: Sequence[int], parts: tuple[Part, ...] = (), keys: int = 0
+) -> list[Operator]:
+    """Those of products whose columns ranks divide; of queries, keys and values with `keys`."""
+    bias = Operator(name="bias", rows=rows, tensors=tuple(widths), parts=parts, cut="width")
+    return [replace(bias, key_heads=keys, keyed=(1, 2)) if keys else bias]
 
 
 def whole_bias(rows: int, width: int, parts: tuple[Part, ...] = ()) -> list[Operator]:
@@ -358,11 +360,14 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         kept=float(sum(widths)),
         cut="width",
         along="columns",
+        key_heads=keys,
+        keyed=(1, 2),
     )
     scores = Attention(
         rows=s,
         heads=heads,
         keys=keys,
+        key_heads=keys,
         wide=size,
         value=size,
         length=s,
@@ -387,10 +392,10 @@ def _attention(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator
         scores,
         last,
         _exchange(s, h, "output"),
-        *(_biases(s, inputs) if inputs else []),
+        *(_biases(s, inputs, keys=0 if inputs == widths[3:] else keys) if inputs else []),
         *(whole_bias(s, h) if output else []),
-        *([_norms_of_heads(body, s, q + kv)] if normed else []),
-        *([Operator(tensors=norms, cut="width" if whole else "")] if norms else []),
+        *(_norms_of_heads(body, s, q, kv, keys) if normed else ()),
+        *([_tensors_of_norms(norms, keys if whole else 0)] if norms else []),
         *([Operator(name="sinks", tensors=(heads,), cut="width")] if body.sinks else []),
     )
 
@@ -412,9 +417,28 @@ def _unfused_attention(
     )
 
 
-def _norms_of_heads(body: Transformer, rows: int, width: int) -> Operator:
-    more = _unfused("norms", body.unfused_norm * width)
-    return Operator(name="norms of heads", rows=rows, kept=width, unfused=more, cut="width")
+def _norms_of_heads(
+    body: Transformer, rows: int, queries: int, keyed: int, keys: int
+) -> tuple[Operator, Operator]:
+    """Of queries, and of keys, which are in `keys` heads."""
+    of_queries, of_keys = (
+        Operator(
+            name="norms of heads",
+            rows=rows,
+            kept=width,
+            unfused=_unfused("norms", body.unfused_norm * width),
+            cut="width",
+        )
+        for width in (queries, keyed)
+    )
+    return of_queries, replace(of_keys, key_heads=keys)
+
+
+def _tensors_of_norms(tensors: tuple[int, ...], keys: int) -> Operator:
+    """Those of norms of heads, which all ranks have; or, of `keys` heads, of whole vectors."""
+    if not keys:
+        return Operator(tensors=tensors)
+    return Operator(tensors=tensors, cut="width", key_heads=keys, keyed=(1,))
 
 
 def _latent(body: Transformer, tokens: int, window: int) -> tuple[AnyOperator, ...]:

@@ -18,7 +18,7 @@ from co2sim.common.errors import Co2simError, OptionError, ScheduleError
 from co2sim.common.resources import LruCache
 from co2sim.common.units import Bytes, Seconds
 from co2sim.hardware.cluster import Cluster
-from co2sim.models.operators import Block, Model, Product
+from co2sim.models.operators import Attention, Block, Model, Product
 from co2sim.schedule.exchanges import apply_tensor_parallelism
 from co2sim.schedule.mesh import Mesh
 from co2sim.schedule.pipeline import Held, Pipeline
@@ -140,11 +140,21 @@ class Job:
                 self.strategy
             ),
             f"no {precision}": bool(stack.precisions) and precision not in stack.precisions,
+            f"no copies of keys (tp={work.tp}, {self._keys} heads of keys)": bool(stack.runs)
+            and work.tp > self._keys,
             f"no recomputation {work.recompute}": not stack.recomputes_by(work.recompute),
             f"no offload={work.offload}": work.offload not in {"none", *(stack.offloads or ())}
             and stack.offloads is not None,
         }
         return tuple(text for text, holds in missing.items() if text and holds)
+
+    @property
+    def _keys(self) -> int:
+        """The fewest heads of keys of its attention, or as many as queries: ranks divide these."""
+        attention = (op for block in self.model.blocks for op in block.of(Attention))
+        return min(
+            (op.heads if op.latent else op.keys for op in attention), default=self.workload.tp
+        )
 
     def applying(self, recomputes: Sequence[Recompute]) -> tuple[Recompute, ...]:
         """Those that the model, and the stack, have something for. Raises OptionError for none.

@@ -32,8 +32,8 @@ class Mesh:
 
     tp: Annotated[int, Within((1, _MOST))] = option(
         1,
-        "GPUs of a node that share every layer (tensor parallelism), and train on the same"
-        " samples.",
+        "GPUs that share every layer (tensor parallelism), and train on the same samples: of one"
+        " node, or full nodes.",
         "job",
     )
     sequence_parallel: bool = option(
@@ -218,19 +218,15 @@ class Mesh:
     def ranks(self, layout: Layout) -> Layout:
         """The layout of a stage in which GPUs that share layers count as one.
 
-        Raises OptionError if these are not of one node.
+        Raises OptionError if these are no equal parts of a node, nor full nodes of a site.
         """
-        g = layout.gpus_per_node
-        if g % self.tp == 0:
+        g, site = layout.gpus_per_node, layout.ranks_per_site
+        if g % self.tp == 0 or (self.tp % g == 0 and site % self.tp == 0):
             return layout.strided(self.tp)
-        if self.pp > 1:
-            raise OptionError(
-                f"tp={self.tp} does not divide the {g} GPUs of a node that one of the pp={self.pp}"
-                " stages has"
-            )
+        who = f"one of the pp={self.pp} stages" if self.pp > 1 else "a site"
+        where = f"{site} GPUs that {who} has" if self.pp > 1 or layout.sites > 1 else f"{site} GPUs"
         raise OptionError(
-            f"tp={self.tp} does not divide the {g} GPUs of a node: tensor-parallel GPUs are those"
-            " of one node"
+            f"tp={self.tp} divides neither the {g} GPUs of a node, nor the {where} into full nodes"
         )
 
     def stage_gpus(self, layout: Layout) -> int:

@@ -234,10 +234,8 @@ class Passes(Framework):
             made = [self._of_tensors(block, direction) for direction in passes]
             kinds_made.append(reduce(TensorParallelCollectives.then, made))
         kinds_made += [self._along(op, passes) for op in block.of(Attention) if op.ranks > 1]
-        if self.tp > 1 and "backward" in passes and (elements := summed(block)):
-            group = tensor(self.tp)
-            sums = Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, group)
-            kinds_made.append(TensorParallelCollectives(behind=(sums,)))
+        if "backward" in passes and (sums := tuple(self._of_copies(block))):
+            kinds_made.append(TensorParallelCollectives(behind=sums))
         if any(op.ranks > 1 for op in block.of(ExpertExchange)):
             kinds_made.append(self._to_experts(block, passes))
         if not kinds_made:
@@ -273,6 +271,19 @@ class Passes(Framework):
             beside = (*made.before, *made.beside, *made.behind)
             made = TensorParallelCollectives(beside=beside)
         return replace(made, behind=(*made.behind, *loss))
+
+    def _of_copies(self, block: Block) -> Iterator[Collective]:
+        """Sums of gradients of what several tensor-parallel ranks have: adapters, and keys.
+
+        Ranks with a copy of a head of keys and values have different queries. Source of the copies:
+        NxD Training, neuronx_distributed/modules/qkv_linear.py, `kv_size_multiplier`.
+        """
+        if self.tp > 1 and (elements := summed(block)):
+            yield Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, tensor(self.tp))
+        elements = sum(op.summed for op in block.operators)
+        if elements:
+            times = max(op.copied for op in block.operators)
+            yield Collective(Kind.ALL_REDUCE, "keys", elements, self.precision, tensor(times))
 
     def _all(self, kind: Kind, ops: Sequence[TensorExchange]) -> tuple[Collective, ...]:
         return tuple(

@@ -68,7 +68,8 @@ def check_parts(whole: Model, part: Model, mesh: Mesh) -> None:
         return any(0 <= n * of_rank - whole <= n * filled for n in ranks)
 
     for place in sorted(set(kinds(whole))):
-        kept = [op for op in whole.blocks[place].operators if op.divided(mesh.inside)]
+        copied = [op.with_keys(mesh.tp) for op in whole.blocks[place].operators]
+        kept = [op for op in copied if op.divided(mesh.inside)]
         for op, mine in zip(kept, part.blocks[place].operators, strict=True):
             assert type(mine) is type(op)
             wide = op.inner if isinstance(op, Product) else getattr(op, "width", 1)
@@ -94,6 +95,8 @@ def check_flops(model: Model, part: Model, mesh: Mesh) -> None:
         repeated = (mesh.tp - 1) * sum(op.flops for op in alone)
         if mesh.sequence_parallel and mesh.ep > 1:
             repeated = 0.0
+        copies = sum(op.with_keys(mesh.tp).flops - op.flops for op in whole.of(Product))
+        repeated += copies
         assert ranks * one.flops == pytest.approx(whole.flops + repeated, rel=1e-9)
         assert ranks * sum(op.flops for op in one.of(Attention)) == pytest.approx(
             sum(op.flops for op in whole.of(Attention))

@@ -61,19 +61,25 @@ def test_ranks_meet_those_with_their_own_place_in_other_tensor_parallel_groups(
     assert all(len({member // stride for member in one}) == 1 for one in together)
 
 
-@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True)]))
+@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True), (8, True)]))
 def test_every_strategy_combines_with_it_folded_or_not(
     strategy: str, division: tuple[int, bool]
 ) -> None:
-    """One rank stands for all: the trace is that of all ranks, each simulated on its own."""
-    here, (tp, sequence) = cluster(2, 4), division
+    """One rank stands for all: the trace is that of all ranks, each simulated on its own.
+
+    Of eight that share layers on two nodes, too.
+    """
+    tp, sequence = division
+    here = cluster(4 if tp > 4 else 2, 4)
     schedule = planned(strategy, job(tp, sequence=sequence), here.layout)
     folded, unfolded = (
         execute(schedule, here, precision="bf16", rounds=1, fold=fold).grid(schedule)
         for fold in (True, False)
     )
     # who wait for the leaders start earlier
-    alike = [rank for rank in range(8) if "leader" not in strategy or rank % 4 < tp]
+    alike = [
+        rank for rank in range(here.layout.world_size) if "leader" not in strategy or rank % 4 < tp
+    ]
     one = folded.ends if len(alike) == folded.ends.shape[-1] else folded.ends[..., :1]
     np.testing.assert_allclose(unfolded.ends[..., alike] - one, 0, atol=1e-14)
 
