@@ -352,8 +352,8 @@ class Question(Mesh):
         self.check()
         if self.experts_apart and not strategies.says(strategy, "divides_experts"):
             raise OptionError(
-                f"{self.expert_words} combines with ddp, zero1, zero2 and fsdp; not with"
-                f" {strategy.name}"
+                f"{self.expert_words} does not combine with {strategy.name}, which does not say"
+                " that it divides experts (divides_experts)"
             )
         able_here = {"none", *(strategies.says(strategy, "offloads") or ())}
         if strategies.is_built_in(strategy):

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from co2sim.common.convert import Within, declared, option
 from co2sim.common.errors import OptionError
 from co2sim.schedule.pipeline import PipelineSchedule, parts_of
-from co2sim.schedule.schedule import NODE, WORLD, Group, Layout, block, replicas_of_experts
+from co2sim.schedule.schedule import NODE, SITE, WORLD, Group, Layout, block, replicas_of_experts
 
 _MOST = 1024
 """Of each way to divide: published trainings have 64 at most."""
@@ -182,15 +182,15 @@ class Mesh:
     def expert_replicas(self, ranks: int) -> int:
         """How many of `ranks` data-parallel ranks have the same experts; all where none are apart.
 
-        Raises OptionError where experts do not divide among them.
+        Raises OptionError where experts do not divide among them, nor they among experts.
         """
         gpus = ranks * self.tp
-        if gpus % self.ep:
+        if gpus % self.ep and self.ep % gpus:
             raise OptionError(
                 f"{self.expert_words} does not divide the {gpus} GPUs that share parameters,"
                 " gradients or states"
             )
-        return gpus // self.ep if self.experts_apart else ranks
+        return max(1, gpus // self.ep) if self.experts_apart else ranks
 
     def same_experts(self, group: Group, layout: Layout) -> Group | None:
         """The ranks of `group` with the same experts; None: each is alone, or none are apart.
@@ -202,11 +202,23 @@ class Mesh:
             return None
         if group == WORLD:
             return replicas_of_experts(self.ep)
-        if group in {NODE, block(ranks)}:
+        if group in {NODE, SITE, block(ranks)}:
             return replicas_of_experts(self.ep, ranks * self.tp)
         raise OptionError(
             f"{self.expert_words} does not combine with parameters shared over {group}"
         )
+
+    def expert_peers(self, among: Group, peers: Group | None, layout: Layout) -> Group | None:
+        """The ranks with the same share of the same experts, where `peers` have it of all else.
+
+        Ranks of `among` divide what is shared. Where these are too few for all experts, no other of
+        them has the same. None: no other rank has.
+        """
+        ranks = len(among.members(0, layout))
+        if peers is None or not self.experts_apart or ranks * self.tp % self.ep == 0:
+            return peers
+        alone = self.expert_replicas(layout.world_size) == 1
+        return None if alone else replicas_of_experts(self.ep)
 
     def replicas_in(self, layout: Layout) -> int:
         """Groups of GPUs of a stage that train on the same samples. Raises OptionError for none."""
@@ -221,6 +233,8 @@ class Mesh:
         Raises OptionError if these are no equal parts of a node, nor full nodes of a site.
         """
         g, site = layout.gpus_per_node, layout.ranks_per_site
+        if layout.world_size % self.ep:
+            raise OptionError(f"{self.expert_words} does not divide {layout.world_size} GPUs")
         if g % self.tp == 0 or (self.tp % g == 0 and site % self.tp == 0):
             return layout.strided(self.tp)
         who = f"one of the pp={self.pp} stages" if self.pp > 1 else "a site"

@@ -49,6 +49,7 @@ class CO2:
 
     name: ClassVar[str] = "co2"
     shares: ClassVar[str] = "steps"
+    divides_experts: ClassVar[bool] = True
 
     tau: int | Auto = "auto"
     delay: int | Auto = "auto"
@@ -135,6 +136,7 @@ class PublishedCO2:
 
     name: ClassVar[str] = "co2.published"
     shares: ClassVar[str] = "steps"
+    divides_experts: ClassVar[bool] = True
 
     tau: int = 12
     staleness: int = 1

@@ -36,6 +36,7 @@ class DiLoCo:
 
     name: ClassVar[str] = "diloco"
     shares: ClassVar[str] = "steps"
+    divides_experts: ClassVar[bool] = True
 
     tau: int = 500
     fragments: int = 1

@@ -65,9 +65,10 @@ class Sharding:
 
     `again` is None where units stay whole. `replicas` hold the same shards. Gradients are reduced
     in `reduce`, in every micro-step or in the last. Experts that ranks divide are shared among
-    `experts`; None: each rank has its own whole. With `copies` gathered units are copied out of
-    a buffer, and gradients into one; without, autograd joins gradients of views to a flat one. A
-    rank `loads` its shares from the host before a gather, and stores reduced gradients there.
+    `experts` (None: each rank has its own whole), and replicated on `expert_replicas`. With
+    `copies` gathered units are copied out of a buffer, and gradients into one; without, autograd
+    joins gradients of views to a flat one. A rank `loads` its shares from the host before a gather,
+    and stores reduced gradients there.
     """
 
     among: Group
@@ -78,6 +79,7 @@ class Sharding:
     clip: bool
     copies: bool
     experts: Group | None = None
+    expert_replicas: Group | None = None
     loads: bool = False
 
 
@@ -291,14 +293,16 @@ class _MicroStep:
         self, buffer: str, elements: int, among: Group | None, name: str
     ) -> list[tuple[str, Compute | Collective, str]]:
         """A gradient is reduced among those that share it, and then among replicas of the share."""
-        how, shards = self.how, self.job.expert_replicas(self.shards) if name else self.shards
+        how, shards, replicas = self.how, self.shards, self.how.replicas
+        if name:
+            shards, replicas = self.job.expert_replicas(shards), how.expert_replicas
         row: list[tuple[str, Compute | Collective, str]] = []
         if among:
             scatter = Collective(Kind.REDUCE_SCATTER, buffer, elements, how.reduce, among)
             row.append((f"reduce{name}", scatter, REDUCE))
-        if how.replicas:
+        if replicas:
             share = -(-elements // shards)
-            again = Collective(Kind.ALL_REDUCE, buffer, share, how.reduce, how.replicas)
+            again = Collective(Kind.ALL_REDUCE, buffer, share, how.reduce, replicas)
             row.append((f"replicate{name}", again, REPLICATE))
         return row
 
@@ -366,7 +370,9 @@ class FSDP:
                 f"fsdp: reshard_after_forward={self.reshard_after_forward} does not combine with"
                 f" {job.expert_words}; it must be true or false"
             )
-        return fsdp_step(job, layout, replace(how, experts=job.same_experts(how.among, layout)))
+        experts = job.same_experts(how.among, layout)
+        replicas = job.expert_peers(how.among, how.replicas, layout)
+        return fsdp_step(job, layout, replace(how, experts=experts, expert_replicas=replicas))
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""

@@ -7,6 +7,7 @@ nodes or at other sites; or the first rank of each node averages everything, and
 inside.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -153,8 +154,17 @@ class Replica:
             return DDP().step(job, Layout(1, 1), NODE)
         return self.inner.step(job, layout, self.inside)
 
+    def check(self, job: Workload, layout: Layout) -> None:
+        """Refuse workers that have not all experts. Raises OptionError."""
+        gpus = self.ranks(layout) * job.tp
+        if gpus % job.ep:
+            raise OptionError(
+                f"{job.expert_words} needs workers with all experts, of a multiple of {job.ep}"
+                f" GPUs; worker={self.worker} has {gpus}"
+            )
+
     def publish(
-        self, job: Workload, layout: Layout, elements: int, after: str, name: str
+        self, job: Workload, layout: Layout, part: "Part", after: str, name: str
     ) -> list[Op]:
         """Gather updated shares inside the worker, where the parameters are whole on every rank.
 
@@ -162,8 +172,18 @@ class Replica:
         """
         if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | ZeroPP | FSDP):
             return []
-        work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, self.inside)
-        return [Op(name, work, COMM, (After(after),))]
+        gathered = [(name, part.dense, self.inside)]
+        if same := job.same_experts(self.inside, layout):
+            gathered.append((f"{name}.experts", part.experts, same))
+        return [
+            Op(
+                called,
+                Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, group),
+                COMM,
+                (After(after),),
+            )
+            for called, elements, group in gathered
+        ]
 
     def memory(self, job: Workload, layout: Layout, copies: float) -> Items:
         """What the local step keeps, and `copies` fp32 copies of this rank's share."""
@@ -172,7 +192,7 @@ class Replica:
         else:
             states = self.inner.memory(job, Layout(1, self.ranks(layout)))
         return dict(states) | {
-            "outer": copies * -(-job.trained // self.ranks(layout)) * DType.FP32.bytes
+            "outer": copies * math.ceil(job.owned_trained(self.ranks(layout))) * DType.FP32.bytes
         }
 
 
@@ -208,6 +228,33 @@ class Averages:
     scale_block: int = SCALE_BLOCK
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Trained elements that are averaged together: those of all ranks, and of a rank's experts."""
+
+    dense: int
+    experts: int
+
+    @property
+    def elements(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+    def share(self, job: Workload, ranks: int) -> int:
+        """What one of the `ranks` of a worker averages: all, if it is alone."""
+        if ranks == 1:
+            return self.elements
+        return -(-self.dense // ranks) + -(-self.experts // job.expert_replicas(ranks))
+
+
+def parts(job: Workload, count: int) -> list[Part]:
+    """What is trained, in nearly equal parts. Raises OptionError for more parts than elements."""
+    if count > job.trained:
+        raise OptionError(f"fragments={count} of {job.trained} parameters")
+    sizes = job.trained - job.trained_experts, job.trained_experts
+    return [Part(*pair) for pair in zip(*(cut(size, count) for size in sizes), strict=True)]
+
+
 def launches(tau: int, fragments: int = 1) -> list[int]:
     """The local step, counted from 0, after which the average of each fragment starts."""
     return [tau * (fragment + 1) // fragments - 1 for fragment in range(fragments)]
@@ -217,21 +264,20 @@ def averaged_rounds(
     strategy: LocalSteps, job: Workload, layout: Layout, plan: Averages
 ) -> Schedule:
     """Local steps, and the averages between them. An outer step waits for the average it uses."""
-    if plan.fragments > job.trained:
-        raise OptionError(f"fragments={plan.fragments} of {job.trained} parameters")
     replica, tau = Replica.of(strategy), round_steps(strategy)
+    replica.check(job, layout)
     launched: dict[int, list[Op]] = {}
     used: dict[int, list[Op]] = {}
-    sizes = cut(job.trained, plan.fragments)
-    starts = zip(launches(tau, plan.fragments), sizes, strict=True)
-    for fragment, (local_step, elements) in enumerate(starts):
+    averaged = parts(job, plan.fragments)
+    starts = zip(launches(tau, plan.fragments), averaged, strict=True)
+    for fragment, (local_step, part) in enumerate(starts):
         suffix = str(fragment) if plan.fragments > 1 else ""
-        share = -(-elements // replica.ranks(layout))
-        launched[local_step] = _launch(strategy, job, layout, plan, elements, suffix)
+        share = part.share(job, replica.ranks(layout))
+        launched[local_step] = _launch(strategy, job, layout, plan, part, suffix)
         rounds, step = divmod(local_step + plan.delay, tau)
         waits = (After(launched[local_step][-1].name, rounds),)
         outer = Op(f"outer{suffix}", outer_work(job, share, plan.outer), COMPUTE, waits)
-        publish = replica.publish(job, layout, elements, outer.name, f"publish{suffix}")
+        publish = replica.publish(job, layout, part, outer.name, f"publish{suffix}")
         used[step] = [outer, *publish]
     extras = {}
     for step in launched.keys() | used.keys():
@@ -254,13 +300,13 @@ def _launch(
     job: Workload,
     layout: Layout,
     plan: Averages,
-    elements: int,
+    part: Part,
     suffix: str,
 ) -> list[Op]:
     """Fill the buffer and average it: by all-reduce, or quantize, exchange, sum, gather."""
     replica, dtype, blocks = Replica.of(strategy), strategy.dtype, plan.scale_block
     buffer, group = f"{plan.buffer}{suffix}", replica.peers
-    share = -(-elements // replica.ranks(layout))
+    share = part.share(job, replica.ranks(layout))
     works: dict[str, Compute | Collective]
     if dtype in QUANTIZED:
         workers = replica.workers(layout)
@@ -272,9 +318,14 @@ def _launch(
             "dequantize": recode("dequantize", share, dtype, DType.FP32, blocks),
         }
     elif plan.by == "leader" and replica.ranks(layout) > 1 and layout.nodes > 1:
+        if job.experts_apart:
+            raise OptionError(
+                f"average=leader does not combine with {job.expert_words}: the first rank of a node"
+                " has not all experts"
+            )
         works = {
-            "average": Collective(Kind.ALL_REDUCE, buffer, elements, dtype, LEADERS),
-            "spread": Collective(Kind.BROADCAST, buffer, elements, dtype, NODE),
+            "average": Collective(Kind.ALL_REDUCE, buffer, part.elements, dtype, LEADERS),
+            "spread": Collective(Kind.BROADCAST, buffer, part.elements, dtype, NODE),
         }
     else:
         works = {"average": Collective(Kind.ALL_REDUCE, buffer, share, dtype, group)}

@@ -27,6 +27,7 @@ class _Averaging:
 
     name: ClassVar[str]
     shares: ClassVar[str] = "steps"
+    divides_experts: ClassVar[bool] = True
     outer: ClassVar[int]
     kept: ClassVar[int] = 0
 

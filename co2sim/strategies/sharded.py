@@ -5,6 +5,7 @@
 that fetch and reduce a block are those of `zero3` or `zeropp`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -19,6 +20,7 @@ from co2sim.schedule.schedule import (
     Collective,
     Compute,
     Group,
+    Kind,
     Layout,
     Op,
     Turn,
@@ -127,12 +129,84 @@ class Budget:
     reduce_bucket: int
 
 
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Elements of a block that ranks of a `group` share: of all of them, or of the experts.
+
+    `group` is None where each of the ranks has its own experts, whole.
+    """
+
+    elements: int
+    group: Group | None
+    ranks: int
+    of_experts: bool = False
+
+    @property
+    def end(self) -> str:
+        """What tells its works apart."""
+        return "_experts" if self.of_experts else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """Who shares blocks: the ranks of a group, and of experts those with the same."""
+
+    group: Group
+    ranks: int
+    experts: Group | None
+    same: int
+
+    @classmethod
+    def of(cls, job: Workload, layout: Layout, group: Group) -> "Sharers":
+        """Those of a group. Raises OptionError where experts do not divide among it."""
+        ranks = group_size(group, layout)
+        experts = job.same_experts(group, layout)
+        return cls(group, ranks, experts, job.expert_replicas(ranks) if experts else 1)
+
+    def portions(self, block: Block, *, trained: bool = False) -> list[Portion]:
+        """Those of a block, or of what is trained of it, that have elements."""
+        tensors = block.trained_tensors if trained else block.tensors
+        experts = block.trained_experts if trained else block.experts
+        both = (
+            Portion(sum(tensors), self.group, self.ranks),
+            Portion(sum(experts), self.experts, self.same, of_experts=True),
+        )
+        return [portion for portion in both if portion.elements]
+
+    def shared(self, block: Block) -> int:
+        """Elements that no rank has whole."""
+        return sum(portion.elements for portion in self.portions(block) if portion.group)
+
+
+Fetch: TypeAlias = Callable[[str, str, Portion], Sequence[Row]]
+"""Works that fetch a portion, by the direction of a pass and the name of a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Rows of works for a use of a block, and the elements that they bring."""
+
+    rows: Sequence[Row]
+    elements: int
+
+    @classmethod
+    def of(cls, fetch: Fetch, sharers: Sharers, direction: str, block: Block) -> "_Fetched":
+        """Those of all portions that are fetched."""
+        rows: list[Row] = []
+        elements = 0
+        for portion in sharers.portions(block):
+            brought = fetch(direction, block.name, portion)
+            rows += renamed(brought, "", portion.end)
+            elements += portion.elements if brought else 0
+        return cls(rows, elements)
+
+
 def sharded_step(
     job: Workload,
-    shards: int,
+    sharers: Sharers,
     budget: Budget,
-    fetch: Callable[[str, Block], Sequence[Row]],
-    reduce: Callable[[str, int], Sequence[Row]],
+    fetch: Fetch,
+    reduce: Callable[[str, Portion], Sequence[Row]],
     refresh: Compute | None = None,
     division: Division | None = None,
 ) -> Step:
@@ -141,14 +215,23 @@ def sharded_step(
     With full recomputation a backward pass uses the parameters of a block twice. They are kept
     from the first use to the second if these lie at most `max_reuse` elements apart, which is twice
     the block; else they are fetched twice, and `direction` is "recompute" the first time.
-    `fetch(direction, block)` and `reduce(name, elements)` give rows of named works. A gradient is
-    reduced as soon as `reduce_bucket` elements of the block are there, beside the rest of its
-    backward pass. `refresh` runs once, behind the first fetches of all blocks. `division` says how
-    matrices become whole for the optimizer.
+    `fetch(direction, name, portion)` and `reduce(name, portion)` give rows of named works, for
+    each of the portions that the `sharers` have of a block. A gradient is reduced as soon as
+    `reduce_bucket` elements of the block are there, beside the rest of its backward pass. `refresh`
+    runs once, behind the first fetches of all blocks. `division` says how matrices become whole for
+    the optimizer.
     """
-    first, rows = job.model.blocks[0], list[Row]()
-    if size := first.parameters:
-        rows = [*fetch("forward", first), *fetch("backward", first), *reduce("gradient", size)]
+    fetched_by_use: dict[tuple[str, int], _Fetched] = {}
+
+    def fetched_for(direction: str, block: Block) -> _Fetched:
+        key = direction, id(block)
+        if key not in fetched_by_use:
+            fetched_by_use[key] = _Fetched.of(fetch, sharers, direction, block)
+        return fetched_by_use[key]
+
+    most = max(job.model.blocks, key=lambda block: len(sharers.portions(block)))
+    rows = [*fetched_for("forward", most).rows, *fetched_for("backward", most).rows]
+    rows += [row for portion in sharers.portions(most) for row in reduce("gradient", portion)]
     check_micro_steps(job, 2 + sum(map(len, rows)))
     works = job.works()
     uses = [
@@ -156,20 +239,27 @@ def sharded_step(
         for micro in range(job.accumulation)
         for direction, block, compute in _uses(job, works, budget.max_reuse)
     ]
-    sizes = [block.parameters for _, _, block, _ in uses]
+    sizes = [fetched_for(direction, block).elements for _, direction, block, _ in uses]
     waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
     laid: list[Use] = []
     ends: list[str] = []
     for (micro, direction, block, compute), wait in zip(uses, waits, strict=True):
         prefix, turn = micro_prefix(micro, job), Turn(micro_step=micro)
-        parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
-        fetched_here = fetch(direction, block) if block.parameters else ()
-        for part, elements in enumerate(parts, start=1):
-            end = f".{part}" if len(parts) > 1 else ""
-            share = elements / block.trained if len(parts) > 1 else 1.0
-            work = _share(compute, share, last=part == len(parts))
+        back = direction == "backward"
+        parts = _parts(sharers, block, budget.reduce_bucket) if back else [[]]
+        every = sum(portion.elements for part in parts for portion in part)
+        fetched_here = fetched_for(direction, block).rows
+        for number, part in enumerate(parts, start=1):
+            end = f".{number}" if len(parts) > 1 else ""
+            elements = sum(portion.elements for portion in part)
+            share = elements / every if len(parts) > 1 else 1.0
+            work = _share(compute, share, last=number == len(parts))
             op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE, turn=turn)
-            named = reduce(f"{block.name}.gradient", elements) if elements else ()
+            named = [
+                row
+                for portion in part
+                for row in renamed(reduce(f"{block.name}.gradient", portion), "", portion.end)
+            ]
             laid.append(
                 Use(
                     (op,),
@@ -185,9 +275,21 @@ def sharded_step(
     if refresh:
         last = next(index for index, op in enumerate(ops) if op.name == ends[len(works) - 1])
         ops.insert(last + 1, Op("refresh", refresh, GATHER))
-    ops += update(job, -(-job.trained // shards), reduced, division=division)
+    ops += update(job, math.ceil(job.owned_trained(sharers.ranks)), reduced, division=division)
     needs = next(op.name for op in ops if op.stream != COMPUTE), ends[0]
     return Step(ops, needs, (ops[-1].name,))
+
+
+def scattered(job: Workload) -> Callable[[str, Portion], list[Row]]:
+    """Works that reduce a portion of a gradient to shares of it; none where a rank is alone."""
+
+    def reduce(name: str, portion: Portion) -> list[Row]:
+        if not portion.group:
+            return []
+        work = Collective(Kind.REDUCE_SCATTER, name, portion.elements, job.precision, portion.group)
+        return [[("reduce", work, REDUCE)]]
+
+    return reduce
 
 
 def renamed(rows: Sequence[Row], before: str, behind: str) -> list[Row]:
@@ -233,17 +335,22 @@ def check_budget(strategy: Any) -> None:
     whole_options(strategy, "gathers", most=_MAX_GATHERS)
 
 
-def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:
-    """The parts that a block is gathered in: a number for their names, unless it is one."""
-    sizes = cut(block.parameters, min(gathers, block.parameters))
+def fetched(elements: int, gathers: int) -> list[tuple[str, int]]:
+    """The parts that elements are gathered in: a number for their names, unless it is one."""
+    sizes = cut(elements, min(gathers, elements))
     return [(str(index) if len(sizes) > 1 else "", size) for index, size in enumerate(sizes, 1)]
 
 
-def _parts(block: Block, bucket: int) -> list[int]:
-    """Elements of a block's gradient that are reduced together, in backward order."""
-    if block.trained <= bucket:
-        return [block.trained]
-    return [part.elements for part in buckets([block], bucket)]
+def _parts(sharers: Sharers, block: Block, bucket: int) -> list[list[Portion]]:
+    """What is reduced together of a block's gradient, in backward order; experts come last."""
+    shared = [portion for portion in sharers.portions(block, trained=True) if portion.group]
+    if sum(portion.elements for portion in shared) <= bucket:
+        return [shared]
+    return [
+        [replace(portion, elements=part.elements)]
+        for portion in shared
+        for part in buckets([block], bucket, of_experts=portion.of_experts)
+    ]
 
 
 def _share(work: Compute, share: float, *, last: bool) -> Compute:
@@ -295,28 +402,46 @@ def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[i
 
 
 def transient(
-    job: Workload, shards: int, prefetch: int, max_live: int
+    job: Workload,
+    sharers: Sharers,
+    prefetch: int,
+    max_live: int,
+    again: Sharers | None = None,
 ) -> dict[str, Bytes | Passing]:
-    """Bytes of the blocks that are present whole, and of the gradient that waits for reduction."""
-    if shards == 1:
+    """Bytes of the blocks that are present whole, and of the gradient that waits for reduction.
+
+    Those that fetch `again` for the backward pass may be others.
+    """
+    if sharers.ranks == 1:
         return {}
     size, blocks = job.precision.bytes, job.model.blocks
-    live = [elements * size for elements in live_elements(job, prefetch, max_live)]
+    alone = job.offload == "parameters"  # what is on the host comes, shared or not
+    there, back_again = (
+        [block.parameters if alone else who.shared(block) for block in blocks]
+        for who in (sharers, again or sharers)
+    )
+    live = [count * size for count in live_elements(there, back_again, prefetch, max_live)]
     forward, back = live[: len(blocks)], live[len(blocks) :][::-1]
-    behind = [*(block.trained * size for block in blocks[1:]), 0.0]
+    waiting = [
+        sum(portion.elements for portion in sharers.portions(block, trained=True) if portion.group)
+        for block in blocks
+    ]
+    behind = [*(count * size for count in waiting[1:]), 0.0]
     return {
         "gathered": Passing(forward, max(forward[-1], back[-1]), back),
-        "bucket": Passing(backward=behind, end=blocks[0].trained * size),
+        "bucket": Passing(backward=behind, end=waiting[0] * size),
     }
 
 
-def live_elements(job: Workload, prefetch: int, max_live: int) -> list[int]:
+def live_elements(
+    forward: Sequence[int], backward: Sequence[int], prefetch: int, max_live: int
+) -> list[int]:
     """Elements of fetched blocks that are present besides the shards at each use, in order.
 
-    A tied embedding counts with its first block: it stays present between its uses, as under
-    DeepSpeed's `stage3_max_reuse_distance`, so it is not fetched again for the head.
+    Both passes are by block. A tied embedding counts with its first block: it stays present between
+    its uses, as under DeepSpeed's `stage3_max_reuse_distance`, so it is not fetched again for the
+    head.
     """
-    forward = [block.parameters for block in job.model.blocks]
-    sizes = forward + forward[::-1]
+    sizes = [*forward, *reversed(backward)]
     waits = prefetch_waits(sizes, prefetch, max_live)
     return [sum(sizes[wait + 1 : i + 1]) for i, wait in enumerate(waits)]

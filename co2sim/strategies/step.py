@@ -164,8 +164,8 @@ class Reduction:
     """How gradients are combined: `kind` in buckets of `capacity` elements over `group`.
 
     Those of experts are over `replicas`, the ranks with the same ones; None: a rank is alone. Where
-    `peers` of other groups have the same shares, these are then all-reduced among them, behind the
-    last micro-step.
+    `peers` of other groups have the same shares, and `expert_peers` those of experts, these are
+    then all-reduced among them, behind the last micro-step.
     """
 
     kind: Kind
@@ -174,6 +174,7 @@ class Reduction:
     every_micro_step: bool = False
     replicas: Group | None = None
     peers: Group | None = None
+    expert_peers: Group | None = None
 
     def collectives(
         self,
@@ -186,22 +187,24 @@ class Reduction:
     ) -> dict[str, Collective]:
         """What a bucket takes, by name: of the `ranks` of the group, in the `last` micro-step."""
         collectives: dict[str, Collective] = {}
-        group = self.replicas if bucket.of_experts else self.group
+        group, peers = self.group if ranks > 1 else None, self.peers
+        if bucket.of_experts:
+            group, peers = self.replicas, self.expert_peers
         if group:
             collectives["reduce"] = Collective(
                 self.kind, buffer, bucket.elements, job.precision, group, root=root
             )
-        if self.peers and last:
+        if peers and last:
             shards = job.expert_replicas(ranks) if bucket.of_experts else ranks
             share = -(-bucket.elements // shards)
-            again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, self.peers)
+            again = Collective(Kind.ALL_REDUCE, buffer, share, job.precision, peers)
             collectives["replicate"] = again
         return collectives
 
     def buckets(self, blocks: Sequence[Block]) -> list[Bucket]:
         """All that are reduced."""
         reduced = buckets(blocks, self.capacity)
-        if self.replicas or self.peers:
+        if self.replicas or self.expert_peers:
             reduced += buckets(blocks, self.capacity, of_experts=True)
         return reduced
 
@@ -328,22 +331,25 @@ def bucketed_step(
     ranks = group_size(reduction.group, layout)
     if job.experts_apart and reduction.kind is Kind.REDUCE:
         raise OptionError(f"owners=true does not combine with {job.expert_words}")
-    reduction = replace(reduction, replicas=job.same_experts(reduction.group, layout))
+    reduction = replace(
+        reduction,
+        replicas=job.same_experts(reduction.group, layout),
+        expert_peers=job.expert_peers(reduction.group, reduction.peers, layout),
+    )
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
-    if ranks == 1:
-        ops = [*passes(job, None), *update(job, job.trained)]
-        return Step(ops, (first,), (ops[-1].name,))
-    ops = passes(job, reduction, ranks)
-    last = next(op.name for op in reversed(ops) if op.stream == COMM)
+    if ranks == 1 and reduction.replicas:  # tensor-parallel ranks with the same experts
+        reduction, gather_capacity = replace(reduction, kind=Kind.ALL_REDUCE), 0
+    ops = passes(job, reduction if ranks > 1 or reduction.replicas else None, ranks)
+    last = [After(op.name) for op in reversed(ops) if op.stream == COMM][:1]
     share, division = job.trained, None
-    if gather_capacity:
+    if gather_capacity and last:
         share = math.ceil(job.owned_trained(ranks))
         way = OWNED if job.optimizer.owned_whole or reduction.kind is Kind.REDUCE else GATHERED
         division = Division(way, reduction.group, ranks, reduction.replicas, COMM)
         check_shapes(job, "zero1 and zero2", owned=way is OWNED)
-    ops += update(job, share, (After(last),), division=division)
+    ops += update(job, share, tuple(last), division=division)
     updated = ops[-1].name
-    if not gather_capacity:
+    if not (gather_capacity and last):
         return Step(ops, (first,), (updated,))
     dense = job.trained - job.trained_experts
     kind, sizes = Kind.ALL_GATHER, pieces(dense, gather_capacity)

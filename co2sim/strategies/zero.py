@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import at_least
-from co2sim.models.operators import Block
 from co2sim.schedule.schedule import WORLD, Collective, Compute, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (
@@ -13,9 +12,12 @@ from co2sim.strategies.sharded import (
     KEPT,
     REDUCE,
     Budget,
+    Portion,
     Row,
+    Sharers,
     check_budget,
     fetched,
+    scattered,
     sharded_step,
     shared_among,
     transient,
@@ -152,12 +154,15 @@ class Zero3:
     GPT takes one for each of its 4 matrices. Defaults:
     DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Parameters that are
     offloaded (`offload_param`) come over the link before each gather, in their own precision.
-    Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+    Experts that ranks divide are shared among those with the same, and a rank that has its own
+    keeps them whole; DeepSpeed itself has its experts in stages 1 and 2 only ("MoE not supported
+    with Stage 3"). Source: Rajbhandari et al. 2020, arXiv 1910.02054.
     """
 
     name: ClassVar[str] = "zero3"
     shares: ClassVar[str] = "parameters"
     divides_layers: ClassVar[bool] = True
+    divides_experts: ClassVar[bool] = True
     offloads: ClassVar[tuple[str, ...]] = ("optimizer", "parameters")
 
     prefetch: int = 50_000_000
@@ -173,26 +178,25 @@ class Zero3:
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
         check_shapes(job, "zero3")
-        ranks = group_size(group, layout)
-        division = Division(DIVIDED, group, ranks, None, REDUCE)
+        sharers = Sharers.of(job, layout, group)
+        division = Division(DIVIDED, group, sharers.ranks, sharers.experts, REDUCE)
 
-        def fetch(_direction: str, block: Block) -> list[Row]:
+        def fetch(_direction: str, name: str, portion: Portion) -> list[Row]:
             rows: list[Row] = []
-            for part, size in fetched(block, self.gathers):
-                work = Collective(Kind.ALL_GATHER, block.name, size, job.precision, group)
-                row: Row = [(f"gather{part}", work, GATHER)]
+            for part, size in fetched(portion.elements, self.gathers):
+                row: list[tuple[str, Compute | Collective, str]] = []
                 if job.offload == "parameters":
-                    share = size / ranks * job.precision.bytes
-                    row = [(f"load{part}", Compute("load", 0.0, share, place="link"), GATHER), *row]
-                rows.append(row)
+                    share = size / portion.ranks * job.precision.bytes
+                    row = [(f"load{part}", Compute("load", 0.0, share, place="link"), GATHER)]
+                if portion.group:
+                    work = Collective(Kind.ALL_GATHER, name, size, job.precision, portion.group)
+                    row.append((f"gather{part}", work, GATHER))
+                rows += [row] if row else []
             return rows
 
-        def reduce(name: str, elements: int) -> list[Row]:
-            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
-            return [[("reduce", work, REDUCE)]]
-
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
-        return sharded_step(job, ranks, budget, fetch, reduce, division=division)
+        reduce = scattered(job)
+        return sharded_step(job, sharers, budget, fetch, reduce, division=division)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""
@@ -206,7 +210,8 @@ class Zero3:
         """
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
-        return states | transient(job, n, self.prefetch, self.max_live)
+        sharers = Sharers.of(job, layout, WORLD)
+        return states | transient(job, sharers, self.prefetch, self.max_live)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """ZeRO++: ZeRO-3 with quantized weight gathers, a secondary shard, and quantized gradients."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
 from co2sim.common.errors import OptionError
-from co2sim.models.operators import Block
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
@@ -24,11 +24,14 @@ from co2sim.strategies.sharded import (
     KEPT,
     REDUCE,
     Budget,
+    Portion,
     Row,
+    Sharers,
     check_budget,
     consecutive,
     fetched,
     renamed,
+    scattered,
     sharded_step,
     transient,
 )
@@ -62,10 +65,14 @@ class ZeroPP:
     `prefetch`, `max_live`, `max_reuse`, `reduce_bucket` and `gathers` are those of `zero3`; the
     gather for a recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv
     2306.10209.
+
+    Experts that ranks divide are gathered and reduced among those with the same, in the node and
+    among nodes; where a node has each of its experts once, the secondary shard has them whole.
     """
 
     name: ClassVar[str] = "zeropp"
     shares: ClassVar[str] = "parameters"
+    divides_experts: ClassVar[bool] = True
 
     qwz: bool = True
     hpz: bool = True
@@ -100,50 +107,50 @@ class ZeroPP:
                 f"zeropp does not combine with quantize_base={job.quantize_base}: it would quantize"
                 " weights that are in 4 bits already"
             )
-        secondary, size = self._secondary(layout), group_size(group, layout)
+        secondary, sharers = self._secondary(layout), Sharers.of(job, layout, group)
+        among = {False: secondary, True: job.same_experts(secondary, layout)}
 
-        def gather(direction: str, name: str, elements: int) -> Row:
+        def fetch(direction: str, name: str, portion: Portion) -> list[Row]:
             if direction == "backward" and self.hpz:
-                name, dtype, among, blocks = f"{name}.secondary", job.precision, secondary, 0
-            elif direction == "backward" or not self.qwz:
-                dtype, among, blocks = job.precision, group, 0
-            else:
-                dtype, among, blocks = DType.INT8, group, self.scale_block
-            work = Collective(Kind.ALL_GATHER, name, elements, dtype, among, blocks)
-            if not blocks:
-                return [("gather", work, GATHER)]
-            share = -(-elements // size)
-            before, behind = (_STAGES[0], "dequantize") if self.chunks > 1 else (GATHER, GATHER)
-            return [
-                ("quantize", recode("quantize", share, job.precision, dtype, blocks), before),
-                ("gather", work, GATHER),
-                (
-                    "dequantize",
-                    recode("dequantize", elements, dtype, job.precision, blocks),
-                    behind,
-                ),
-            ]
+                name = f"{name}.secondary"
+                portion = replace(portion, group=among[portion.of_experts])
+            quantized = direction != "backward" and self.qwz
+            return self._gathered(job, name, portion, quantized=quantized)
 
-        def fetch(direction: str, block: Block) -> list[Row]:
-            parts = fetched(block, self.gathers)
-            rows = [(part, gather(direction, block.name, elements)) for part, elements in parts]
-            return [row for part, gathered in rows for row in renamed([gathered], "", part)]
+        hops = {of_experts: _hops(job, layout, group, of_experts) for of_experts in (False, True)}
+        scatter = scattered(job)
 
-        def reduce(name: str, elements: int) -> list[Row]:
-            if self.qgz:
-                return self._quantized_reduce(name, elements, job, hops)
-            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
-            return [[("reduce", work, REDUCE)]]
+        def reduce(name: str, portion: Portion) -> list[Row]:
+            if self.qgz and (on := hops[portion.of_experts]):
+                return self._quantized_reduce(name, portion.elements, job, on)
+            return scatter(name, portion)
 
-        nodes = layout.nodes if group == WORLD else 1
-        hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, nodes, "peers")]
-        hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
         refresh = None
         if self.hpz:
-            share = -(-job.parameters // len(secondary.members(0, layout)))
+            share = math.ceil(job.owned(group_size(secondary, layout)))
             refresh = Compute("copy", 0.0, 2 * share * job.precision.bytes)
-        return sharded_step(job, size, budget, fetch, reduce, refresh)
+        return sharded_step(job, sharers, budget, fetch, reduce, refresh)
+
+    def _gathered(
+        self, job: Workload, name: str, portion: Portion, *, quantized: bool
+    ) -> list[Row]:
+        """A portion gathered in parts: quantize, gather and dequantize; none for a rank alone."""
+        rows: list[Row] = []
+        group, blocks = portion.group, self.scale_block if quantized else 0
+        dtype = DType.INT8 if quantized else job.precision
+        before, behind = (_STAGES[0], "dequantize") if self.chunks > 1 else (GATHER, GATHER)
+        for part, elements in fetched(portion.elements, self.gathers) if group else ():
+            assert group is not None
+            work = Collective(Kind.ALL_GATHER, name, elements, dtype, group, blocks)
+            row: Row = [("gather", work, GATHER)]
+            if quantized:
+                share = -(-elements // portion.ranks)
+                narrow = recode("quantize", share, job.precision, dtype, blocks)
+                wide = recode("dequantize", elements, dtype, job.precision, blocks)
+                row = [("quantize", narrow, before), *row, ("dequantize", wide, behind)]
+            rows += renamed([row], "", part)
+        return rows
 
     def _quantized_reduce(
         self, name: str, elements: int, job: Workload, hops: Sequence[Hop]
@@ -188,7 +195,29 @@ class ZeroPP:
         """ZeRO-3's (4 + K)/n bytes per parameter, and the secondary shard if there is one."""
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
+        sharers = again = Sharers.of(job, layout, WORLD)
         if self.hpz:
-            ranks = len(self._secondary(layout).members(0, layout))
-            states["secondary"] = job.parameters * job.precision.bytes / ranks
-        return states | transient(job, n, self.prefetch, self.max_live)
+            again = Sharers.of(job, layout, self._secondary(layout))
+            states["secondary"] = job.owned(again.ranks) * job.precision.bytes
+        return states | transient(job, sharers, self.prefetch, self.max_live, again)
+
+
+def _hops(
+    job: Workload,
+    layout: Layout,
+    group: Group,
+    of_experts: bool,  # noqa: FBT001
+) -> list[Hop]:
+    """The exchanges of a gradient: inside the node, then among peers; of experts those with them.
+
+    None for experts of which each rank has its own.
+    """
+    g, ranks = layout.gpus_per_node, group_size(group, layout)
+    hops: list[Hop] = [(NODE, g, "node"), (PEERS, ranks // g, "peers")]
+    if of_experts:
+        within, every = job.same_experts(NODE, layout), job.expert_replicas(ranks)
+        same = job.expert_replicas(g) if within else 1
+        between = job.expert_peers(NODE, PEERS, layout)
+        hops = [(within or NODE, same, "node"), (between or PEERS, every // same, "peers")]
+        return [hop for hop in hops if hop[1] > 1]
+    return [hop for hop in hops if hop[1] > 1] or hops[:1]

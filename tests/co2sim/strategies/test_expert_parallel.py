@@ -3,13 +3,16 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from one_sample import simulate
-from small_gpt import small
+from small_gpt import planned, routed_job, small
 
+from co2sim.common.errors import OptionError
+from co2sim.hardware.cluster import Link
 from co2sim.models.operators import Block, ExpertExchange
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction import driver
@@ -17,11 +20,14 @@ from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import schedule_of
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
+    DType,
     Kind,
     Layout,
     experts,
     replicas_of_experts,
 )
+from co2sim.simulation.costs import traffic
+from co2sim.simulation.run import execute
 from co2sim.strategies import parse
 from co2sim.training.workload import Workload
 
@@ -110,6 +116,191 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
         }
         memory = parse(strategy).memory(job.share, LAYOUT)
         assert memory["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
+
+
+def without_tokens(strategy: str, job: Workload, layout: Layout = LAYOUT) -> dict[str, int]:
+    """Elements of all collectives by kind and group, but for tokens on their way to experts."""
+    found = tiny.moved(schedule_of(parse(strategy), job, layout))
+    return {name: count for name, count in found.items() if f"experts({job.ep})" not in name}
+
+
+def test_with_zero3_experts_are_gathered_and_reduced_among_those_with_the_same() -> None:
+    """Every parameter twice, every gradient once: of experts a quarter, among four ranks."""
+    assert without_tokens("zero3", JOB) == {
+        "all_gather world": 2 * DENSE,
+        "all_gather replicas(4)": 2 * EXPERTS // 4,
+        "reduce_scatter world": DENSE,
+        "reduce_scatter replicas(4)": EXPERTS // 4,
+    }
+    memory = parse("zero3").memory(JOB.share, LAYOUT)
+    owned = DENSE / 16 + EXPERTS / 16
+    assert (memory["parameters"], memory["optimizer"]) == (2 * owned, 12 * owned)
+
+
+def test_with_zero3_a_rank_that_has_its_own_experts_sends_none() -> None:
+    """They are no part of what is gathered, of what waits for reduction, nor of what is sent."""
+    job = replace(JOB, ep=16)
+    expected = {"all_gather world": 2 * DENSE, "reduce_scatter world": DENSE}
+    assert without_tokens("zero3", job) == expected
+    alone, shared = (
+        parse("zero3:prefetch=0").memory(each.share, LAYOUT)["gathered"] for each in (job, JOB)
+    )
+    dense = [2.0 * sum(block.tensors) for block in job.share.model.blocks]
+    layer = 2.0 * EXPERTS / 2 / 4
+    assert alone.forward == tuple(dense)  # type: ignore[union-attr]
+    assert shared.forward == tuple(  # type: ignore[union-attr]
+        size + layer * (place in {2, 3}) for place, size in enumerate(dense)
+    )
+
+
+def test_with_zero3_experts_cross_the_network_once_for_each_that_has_them() -> None:
+    """On two nodes of eight: a ring of all 16, and four rings of four, three times each.
+
+    A ring of m sends (m - 1) / m of its buffer through the cards of a node. Alone a gather of a
+    layer's experts takes as long as the bytes of all four rings at 1 GB/s.
+    """
+    here = tiny.cluster(2, 8)
+    made = schedule_of(parse("zero3:prefetch=0"), JOB, here.layout)
+    experts_of_rank = EXPERTS / 4 * 2
+    sent = 3 * (15 / 16 * DENSE * 2 + 4 * 3 / 4 * experts_of_rank)
+    assert traffic(made, here).nic == pytest.approx(sent, rel=1e-9)
+    lasts = 4 * 3 / 4 * experts_of_rank / 2 / tiny.GIGA
+    for fold in (True, False):
+        spans = tiny.by_op(execute(made, here, precision="bf16", rounds=1, fold=fold))
+        span = spans[0, "gather_experts.forward.layer1"]
+        assert span.end - span.start == pytest.approx(lasts, rel=1e-9)
+
+
+def test_with_zeropp_experts_stay_in_the_node_to_go_back() -> None:
+    """Two ranks of a node have the same: these hold a secondary copy, and sum up gradients first.
+
+    The exchange between nodes is of half of them.
+    """
+    found = without_tokens("zeropp", JOB)
+    layers = [block for block in JOB.share.model.blocks if block.parameters]
+    assert found == {
+        "all_gather world": DENSE,
+        "all_gather node": DENSE,
+        "all_to_all node": DENSE,
+        "all_to_all peers": sum(-(-sum(block.tensors) // 8) for block in layers)
+        + EXPERTS // 4 // 2,
+        "all_gather replicas(4)": EXPERTS // 4,
+        "all_gather shards(2)/4": EXPERTS // 4,
+        "all_to_all shards(2)/4": EXPERTS // 4,
+    }
+    memory = parse("zeropp").memory(JOB.share, LAYOUT)
+    assert memory["secondary"] == 2 * (DENSE / 8 + EXPERTS / 4 / 2)
+    made = tiny.collectives(schedule_of(parse("zeropp"), JOB, LAYOUT))
+    quantized = {work.dtype for work in made if str(work.group) == "replicas(4)"}
+    assert quantized == {DType.INT8}
+
+
+def test_with_zeropp_a_node_that_has_each_expert_once_gathers_none_to_go_back() -> None:
+    """Sixteen ranks of two nodes divide them: two of four nodes have the same, and exchange."""
+    job, layout = replace(JOB, ep=16), Layout(4, 8)
+    found = without_tokens("zeropp", job, layout)
+    of_experts = {name: count for name, count in found.items() if "replicas" in name}
+    assert of_experts == {
+        "all_gather replicas(16)": EXPERTS // 16,
+        "all_to_all replicas(16)": EXPERTS // 16,
+    }
+    assert not any("shards" in name for name in found)
+    memory = parse("zeropp").memory(job.share, layout)
+    assert memory["secondary"] == 2 * (DENSE / 8 + EXPERTS / 16)
+
+
+LOCAL = ["co2.published", "local_sgd", "diloco", "slowmo", "overlap_local_sgd", "co2:delay=2"]
+
+
+@pytest.mark.parametrize("strategy", LOCAL)
+def test_a_worker_averages_the_share_of_each_of_its_ranks(strategy: str) -> None:
+    """A node of eight is a worker: of experts a rank has a quarter, of which two own half each.
+
+    What it owns it averages with its place in the other node, and gathers inside.
+    """
+    name = f"{strategy}{',' if ':' in strategy else ':'}tau=2,worker=node,inner=zero2"
+    made = schedule_of(parse(name), JOB, LAYOUT)
+    (average,) = [work for work in tiny.collectives(made) if str(work.group) == "peers"]
+    share = -(-DENSE // 8) + EXPERTS // 4 // 2
+    assert average.elements == share
+    found = tiny.moved(made)
+    gathered = {group: found[f"all_gather {group}"] for group in ("node", "shards(2)/4")}
+    # of the two steps, one of which leaves the gathering to the average, if it is used behind it
+    assert gathered == {"node": 2 * DENSE, "shards(2)/4": 2 * EXPERTS // 4}
+    held = parse(name).memory(JOB.share, LAYOUT)
+    one = parse("zero2").memory(JOB.share, Layout(1, 8))
+    copies = {"co2:delay=2": 4, "local_sgd": 1}.get(strategy, 3)
+    assert held["outer"] == copies * share * 4
+    assert held["optimizer"] == one["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
+
+
+def test_fragments_of_a_worker_are_parts_of_its_experts_too() -> None:
+    """Three fragments: together all that a rank owns."""
+    name = "diloco:tau=6,fragments=3,worker=node,inner=zero3"
+    made = schedule_of(parse(name), JOB, LAYOUT)
+    averages = [work for work in tiny.collectives(made) if str(work.group) == "peers"]
+    owned = DENSE / 8 + EXPERTS / 8
+    assert len(averages) == 3
+    assert owned <= sum(work.elements for work in averages) < owned + 2 * 3
+
+
+def test_sites_are_workers_with_experts() -> None:
+    """Two nodes of four are a site: eight ranks, of which two have the same experts."""
+    layout = Layout(4, 4, 2)
+    made = schedule_of(parse("local_sgd:tau=2,worker=site,inner=zero1"), JOB, layout)
+    (average,) = [work for work in tiny.collectives(made) if str(work.group) == "site_peers"]
+    assert average.elements == -(-DENSE // 8) + EXPERTS // 4 // 2
+    groups = {str(work.group) for work in tiny.collectives(made)}
+    assert groups == {"site", "shards(2)/4", "site_peers", "experts(4)"}
+
+
+@pytest.mark.parametrize(("worker", "gpus"), [("gpu", 1), ("node", 8)])
+def test_a_worker_without_all_experts_is_refused(worker: str, gpus: int) -> None:
+    """Workers step on their own: experts of others would be other ones."""
+    job = replace(JOB, ep=16)
+    with pytest.raises(OptionError, match=rf"multiple of 16 GPUs; worker={worker} has {gpus}"):
+        schedule_of(parse(f"co2.published:worker={worker}"), job, LAYOUT)
+    with pytest.raises(OptionError, match="not all experts"):
+        schedule_of(parse("co2.published:worker=node,average=leader"), JOB, LAYOUT)
+
+
+def test_nodes_that_share_experts_replicate_what_is_the_same() -> None:
+    """States divided in nodes of eight, experts on 16: those of other nodes have the same ones."""
+    job, layout = replace(JOB, ep=16), Layout(4, 8)
+    assert without_tokens("zero1:shard=node", job, layout) == {
+        "reduce_scatter node": DENSE,
+        "all_gather node": DENSE,
+        "all_reduce peers": sum(-(-size // 8) for size in [DENSE]),
+        "all_reduce replicas(16)": EXPERTS // 16,
+    }
+    found = without_tokens("fsdp:shard=node", job, layout)
+    assert found["all_reduce replicas(16)"] == EXPERTS // 16
+    assert "all_gather replicas(16)" not in found
+
+
+def test_tensor_parallel_ranks_with_the_same_experts_sum_up_gradients() -> None:
+    """Eight of one node share layers, four divide experts: pairs have had different tokens."""
+    job = replace(JOB, model=small(replace(BODY, heads=8), 8), tp=8, sequence_parallel=True)
+    found = without_tokens("ddp", job, Layout(1, 8))
+    reduced = {name: n for name, n in found.items() if "replicas" in name}
+    assert reduced == {"all_reduce replicas(4)": EXPERTS // 4}
+
+
+@given(st.sampled_from(tiny.VARIANTS))
+def test_every_strategy_combines_with_experts_folded_or_not(strategy: str) -> None:
+    """One rank stands for all; where a worker has all experts, and none leads or owns."""
+    here, job = tiny.cluster(2, 4, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6)), routed_job(4)
+    local = "tau" in strategy and "worker=node" not in strategy
+    if local or "leader" in strategy or "owners" in strategy:
+        with pytest.raises(OptionError, match="ep=4"):
+            planned(strategy, job, here.layout)
+        return
+    made = planned(strategy, job, here.layout)
+    folded, unfolded = (
+        execute(made, here, precision="bf16", rounds=2, fold=fold).grid(made)
+        for fold in (True, False)
+    )
+    np.testing.assert_allclose(unfolded.ends - folded.ends[..., :1], 0, atol=1e-14)
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([2, 4, 8, 16]))
@@ -218,7 +409,7 @@ def test_a_candidate_with_experts_is_no_faster_than_its_own_computation() -> Non
     job = Question(
         cluster="dgx-b200", model="qwen3-30b-a3b", strategy="zero1", ep=8, stack="megatron-core"
     )
-    for strategy in ("zero1", "fsdp"):
+    for strategy in ("zero1", "fsdp", "zero3", "zeropp", "co2:tau=2,delay=1,worker=node"):
         bound = StepBound(replace(job, strategy=strategy, gpus=64, accumulation=1).job(), Shared())
         case = replace(job, strategy=strategy, gpus=64, micro_batch=4, accumulation=4)
         step = driver.run(case).step_time_s * (1 + 1e-9)
