@@ -116,7 +116,7 @@ def _pair(op: Product, rank: int, width: int) -> tuple[Product, Product]:
         calls=_CALLS,
         kept=float(rank),
         exact=(0.0, float(_BACKWARD_MOVES[1] * op.inner)),
-        cut="router" if op.groups else "",
+        cut="routed" if op.groups else "",
         along=op.along if op.along == "inner" else "",
         what="",
         key_heads=0,
@@ -136,10 +136,13 @@ def _pair(op: Product, rank: int, width: int) -> tuple[Product, Product]:
     return narrow, wide
 
 
-def summed(block: Block) -> int:
-    """Elements of adapters that all tensor-parallel ranks have: those not divided with a weight."""
+def summed(block: Block, etp: int = 1) -> int:
+    """Elements of adapters that all tensor-parallel ranks have: those not divided with a weight.
+
+    Of experts that ranks have those that `etp` share.
+    """
     return sum(
         op.elements
         for op in block.of(Product)
-        if op.adapter and not op.along and not (op.chosen and op.apart > 1)
+        if op.adapter and not op.along and not (op.chosen and op.apart > 1 and etp == 1)
     )

@@ -27,10 +27,11 @@ from co2sim.schedule.token_routing import TokenRouting, most_load
 Part = Literal["norms", "attention", "activation", "mlp"]
 """What of a layer an operator belongs to, for recomputation by operators."""
 
-Cut = Literal["", "tokens", "width", "router", "experts"]
+Cut = Literal["", "tokens", "width", "router", "experts", "routed"]
 """What tensor-parallel ranks divide of what an operator works on. tokens: the rows, where they
 divide the sequence between products. width: the elements of each row. router: as tokens where
-experts are divided, else nothing. experts: as tokens where experts are divided, else the width."""
+experts are divided, else nothing. experts: the rows where ranks have whole experts, else the width.
+routed: the rows where ranks have whole experts, else nothing."""
 
 Unfused = Literal["activations", "norms", "keys", "copies", "casts", "masks", "experts", "code"]
 """What a framework keeps besides where it does not fuse it. activations: of gated MLPs the function
@@ -236,13 +237,14 @@ class Operator:
     def _ranks(self, mesh: Mesh) -> tuple[int, int]:
         """Among how many tensor-parallel ranks its rows are divided, and the elements of each."""
         rows = mesh.tp if mesh.sequence_parallel else 1
-        apart = mesh.ep > 1
+        whole = mesh.experts_whole
         return {
             "": (1, 1),
             "tokens": (rows, 1),
             "width": (1, mesh.tp),
-            "router": (rows, 1) if apart else (1, 1),
-            "experts": (rows, 1) if apart else (1, mesh.tp),
+            "router": (rows, 1) if mesh.ep > 1 else (1, 1),
+            "experts": (mesh.tp, 1) if whole else (1, mesh.tp),
+            "routed": (mesh.tp, 1) if whole else (1, 1),
         }[self.cut]
 
     def _rows(self, mesh: Mesh) -> int:
@@ -323,7 +325,7 @@ class Product(Operator):
 
     def counts(self, mesh: Mesh) -> dict[str, int]:
         """What tensor-parallel ranks have to divide, by name."""
-        if not self.what or (self.chosen and mesh.ep > 1):
+        if not self.what or (self.chosen and mesh.experts_whole):
             return {}
         columns = self.widths[0] if self.widths else self.columns
         return {self.what: {"inner": self.inner, "heads": self.count}.get(self.along, columns)}
@@ -342,8 +344,8 @@ class Product(Operator):
         """The part of one rank: of the columns or of the inner dimension, or of the experts."""
         part = super(Product, self).divided(mesh)
         assert isinstance(part, Product)
-        apart = bool(self.chosen) and mesh.ep > 1
-        ranks = mesh.tp if self.along and not apart else 1
+        whole = bool(self.chosen) and mesh.experts_whole
+        ranks = mesh.tp if self.along and not whole else 1
         inner, columns, count = self.inner, self.columns, self.count
         if self.along == "inner":
             inner //= ranks
@@ -543,8 +545,14 @@ class ExpertExchange(Operator):
     """Where tokens are sorted by their experts, and go to the ranks that have these; or come back.
 
     Each has `width` elements. What ranks that divide experts do besides are `more_calls`, and
-    `more_passing` elements a row. Source: Lepikhin et al. 2020, GShard, arXiv 2006.16668, section
-    3.1.
+    `more_passing` elements a row. Those that send are `stride` apart. Tensor-parallel ranks may
+    exchange tokens, too, of `elements_joined`. gathered: each has sent some, all work on all of
+    them, and a part of the sums of their results goes back. summed: all have sent the same, and sum
+    up their results. dropped: each has sent some of what all have, and all get the results.
+
+    Sources: Lepikhin et al. 2020, GShard, arXiv 2006.16668, section 3.1; gathered: Megatron-Core,
+    megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher; summed, dropped:
+    DeepSpeed, deepspeed/moe/sharded_moe.py, MOELayer (drop_tokens, gather_tokens).
     """
 
     kind: Literal["expert exchange"] = "expert exchange"  # type: ignore[assignment]  # as above
@@ -554,7 +562,10 @@ class ExpertExchange(Operator):
     more_calls: int = 0
     more_passing: float = 0.0
     elements_sent: int = 0
+    elements_joined: int = 0
+    joined: Literal["", "gathered", "summed", "dropped"] = ""
     ranks: int = 1
+    stride: int = 1
 
     def divided(self, mesh: Mesh) -> "ExpertExchange | None":
         """Of the tokens of one rank."""
@@ -562,10 +573,20 @@ class ExpertExchange(Operator):
         assert isinstance(part, ExpertExchange)
         if mesh.ep == 1:
             return part
-        even = -(-self.rows // (self._ranks(mesh)[0] * mesh.cp))
+        senders = mesh.tp if mesh.sequence_parallel or mesh.experts_whole else 1
+        even = -(-self.rows // (senders * mesh.cp))
+        joined: Literal["", "gathered", "summed", "dropped"] = ""
+        elements = part.rows * self.width
+        if not mesh.experts_whole:
+            joined = "gathered" if mesh.sequence_parallel else "summed"
+        elif mesh.tp > 1 and not mesh.sequence_parallel:
+            joined, elements = "dropped", -(-self.rows // mesh.cp) * self.width
         return replace(
             part,
             ranks=mesh.ep,
+            stride=mesh.etp,
+            joined=joined,
+            elements_joined=elements if joined else 0,
             calls=self.calls + self.more_calls,
             passing=self.passing + self.more_passing,
             elements_sent=math.ceil(even * self.width * self.load),
@@ -819,8 +840,9 @@ def _kinds(model: Model) -> tuple[int, ...]:
 def shard_model(model: Model, mesh: Mesh) -> Model:
     """What one GPU of a stage has of a model: of its layers, its experts, and of sequences.
 
-    Of the experts it has as many as any other of `ep` GPUs, each of them whole; of every sequence
-    equal parts of its begin and of its end, so that all of `cp` GPUs see equally many tokens.
+    Of the experts it has as many as any other of `ep` GPUs, each whole or one of `etp` parts; of
+    every sequence equal parts of its begin and of its end, so that all of `cp` GPUs see equally
+    many tokens.
     Raises OptionError for a model that cannot be divided so.
     """
     return _sharded(model, mesh.inside)
@@ -879,14 +901,18 @@ def _check_divides(model: Model, mesh: Mesh) -> None:
             raise OptionError(
                 f"tp={mesh.tp} does not divide the {count} {what} of {model.name}{also}"
             )
-    if mesh.ep > 1:
+    if mesh.ep > 1 or mesh.etp > 1:
         _check_experts(model, mesh)
 
 
 def _check_experts(model: Model, mesh: Mesh) -> None:
     routing = next((op.tokens for block in model.blocks for op in block.of(ExpertExchange)), None)
     if routing is None:
-        raise OptionError(f"ep={mesh.ep} needs a model with experts, and {model.name} has none")
+        raise OptionError(
+            f"{mesh.expert_words} needs a model with experts, and {model.name} has none"
+        )
+    if mesh.ep == 1:
+        return
     if routing.count % mesh.ep:
         raise OptionError(
             f"ep={mesh.ep} does not divide the {routing.count} experts of {model.name}"
@@ -896,9 +922,4 @@ def _check_experts(model: Model, mesh: Mesh) -> None:
         raise OptionError(
             f"experts.load is {routing.load:g}; with ep={mesh.ep} one GPU gets at most {most:g}"
             f" times the mean of {model.name}'s tokens"
-        )
-    if mesh.tp > 1 and not mesh.sequence_parallel:
-        raise OptionError(
-            f"ep={mesh.ep} with tp={mesh.tp} needs sequence_parallel=true: each GPU"
-            " sends its own tokens"
         )

@@ -548,7 +548,7 @@ def _two_products(  # noqa: PLR0913 - one keyword per number of an MLP
             columns=h,
             tensors=(many * width * h,),
             unfused=_unfused("experts", h) if groups else (),
-            cut="router" if groups else "",
+            cut="routed" if groups else "",
             along="inner",
         ),
     )
@@ -592,7 +592,7 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
 
     Results are weighed before the last product, so that they need not be kept: Megatron-Core
     0.12, "memory-efficient permutation". Tensor-parallel ranks divide the experts' columns, or
-    those of the shared ones only, where each has some of the experts.
+    those of the shared ones only, where each has some of the experts, whole.
     """
     assert body.experts is not None
     to, h, s = body.experts, body.hidden, tokens
@@ -615,7 +615,7 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
         passing=float(h),
         more_passing=float(_COPIES * h),
         parts=mlp,
-        cut="router",
+        cut="routed",
     )
     back = replace(there, back=True, calls=0, more_calls=0, kept=0.0, passing=0.0, more_passing=0.0)
     shared = _two_products(
@@ -625,7 +625,7 @@ def _experts(body: Transformer, tokens: int) -> tuple[AnyOperator, ...]:
     routed = of_experts(body, rows, to.width, what="columns of an expert", merged=True)
     biases = [
         Operator(name="bias", tensors=(n * up * to.width,), chosen=chosen, cut="experts"),
-        Operator(name="bias", tensors=(n * h,), chosen=chosen, cut="router"),
+        Operator(name="bias", tensors=(n * h,), chosen=chosen, cut="routed"),
     ]
     return (
         exchange("input"),

@@ -517,7 +517,18 @@ def unshared(first: Result, second: Result) -> float:
     return error_model().ratio_reach(alike(first), alike(second))
 
 
-_JOB = ("strategy", "tp", "cp", "ep", "pp", "micro_batch", "recompute", "precision", "attention")
+_JOB = (
+    "strategy",
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "pp",
+    "micro_batch",
+    "recompute",
+    "precision",
+    "attention",
+)
 """What a GPU does of a job, whatever the number of GPUs and of micro-steps."""
 
 

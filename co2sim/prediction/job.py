@@ -142,11 +142,20 @@ class Job:
             f"no {precision}": bool(stack.precisions) and precision not in stack.precisions,
             f"no copies of keys (tp={work.tp}, {self._keys} heads of keys)": bool(stack.runs)
             and work.tp > self._keys,
+            f"tp={work.tp} with experts only with sequence_parallel": stack.experts_divide_sequence
+            and self.has_experts
+            and work.tp > 1
+            and not work.sequence_parallel,
             f"no recomputation {work.recompute}": not stack.recomputes_by(work.recompute),
             f"no offload={work.offload}": work.offload not in {"none", *(stack.offloads or ())}
             and stack.offloads is not None,
         }
         return tuple(text for text, holds in missing.items() if text and holds)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens pass a part of the model only."""
+        return self.model.active_parameters < self.model.parameters
 
     @property
     def _keys(self) -> int:

@@ -593,6 +593,7 @@ class JobOptions(TypedDict, total=False):
     tp: Count
     sequence_parallel: bool
     ep: Count
+    etp: Count
     cp: Count
     pp: Count
     interleave: Count

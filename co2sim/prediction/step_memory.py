@@ -235,7 +235,10 @@ class StepMemory:
 
     @property
     def _divides_sequence(self) -> bool:
-        return self.job.stack.always_divides_sequence and not self.settled.sequence_parallel
+        stack, settled = self.job.stack, self.settled
+        always = stack.always_divides_sequence
+        always |= stack.experts_divide_sequence and self.job.has_experts
+        return always and not settled.sequence_parallel
 
     def _job(self, question: Question) -> Job:
         """Of the same global batch where GPUs can take it, else of as many micro-steps."""

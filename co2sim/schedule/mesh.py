@@ -3,7 +3,7 @@
 Consecutive GPUs share layers (`tp`), then come those that divide sequences (`cp`); all of these are
 in one stage of a pipeline (`pp`), which is a run of consecutive GPUs, and what is left of a stage
 is data parallel. Experts are divided among consecutive GPUs of a stage (`ep`), whatever else these
-divide.
+divide; or among groups of consecutive GPUs that share each of them (`etp`).
 
 A stage has one or several parts of the layers, as its schedule says (`schedule.pipeline`).
 """
@@ -45,6 +45,12 @@ class Mesh:
         1,
         "GPUs that divide the experts of a layer (expert parallelism), and send each other the"
         " tokens for them, as the stack's `experts_all_to_all` says.",
+        "job",
+    )
+    etp: Annotated[int, Within((1, _MOST))] = option(
+        1,
+        "GPUs that share every expert, where ep divides them: 1 (experts are whole), or as many as"
+        " tp. Without ep tp shares experts, too.",
         "job",
     )
     cp: Annotated[int, Within((1, _MOST))] = option(
@@ -141,7 +147,7 @@ class Mesh:
         sequence = " + sp" * self.sequence_parallel
         chunks = f" x {self.interleave} chunks" if self.interleave > 1 else ""
         order = "" if self.schedule == "1f1b" else f" {self.schedule}"
-        parts = {"tp": sequence, "cp": "", "ep": "", "pp": chunks + order}
+        parts = {"tp": sequence, "cp": "", "ep": "", "etp": "", "pp": chunks + order}
         numbers = ((name, getattr(self, name), more) for name, more in parts.items())
         return ", ".join(f"{name} {size}{more}" for name, size, more in numbers if size > 1)
 
@@ -151,9 +157,10 @@ class Mesh:
         along = ", the sequence between products, too" if self.sequence_parallel else ""
         chunks = f" of {self.interleave} chunks each" if self.interleave > 1 else ""
         chunks += "" if self.schedule == "1f1b" else f" ({self.schedule})"
+        shared = f", each on {self.etp}" if self.etp > 1 else ""
         parts = {
             f"each layer on {self.tp} GPUs{along}": self.tp,
-            f"experts on {self.ep} GPUs": self.ep,
+            f"experts on {self.ep} GPUs{shared}": self.ep,
             f"sequences on {self.cp} GPUs": self.cp,
             f"{self.pp} stages{chunks}": self.pp,
         }
@@ -162,12 +169,13 @@ class Mesh:
     @property
     def inside(self) -> "Mesh":
         """That of a stage alone."""
-        return Mesh(tp=self.tp, sequence_parallel=self.sequence_parallel, ep=self.ep, cp=self.cp)
+        stages = {"pp": 1, "interleave": 1}
+        return Mesh(**self.mesh_values() | stages)
 
     @property
     def reach(self) -> int:
         """Consecutive GPUs of a stage that exchange something in a pass."""
-        return max(self.in_stage, self.ep)
+        return max(self.in_stage, self.expert_gpus)
 
     @property
     def experts_apart(self) -> bool:
@@ -175,9 +183,19 @@ class Mesh:
         return self.ep > 1
 
     @property
+    def experts_whole(self) -> bool:
+        """Whether a GPU that has an expert has all of it, while others share layers with it."""
+        return self.ep > 1 and self.etp == 1
+
+    @property
+    def expert_gpus(self) -> int:
+        """Consecutive GPUs that have all experts once, where they are divided."""
+        return self.ep * (self.etp if self.ep > 1 else 1)
+
+    @property
     def expert_words(self) -> str:
         """How GPUs divide experts, as options say it."""
-        return f"ep={self.ep}"
+        return f"ep={self.ep}" + (f" x etp={self.etp}" if self.etp > 1 else "")
 
     def expert_replicas(self, ranks: int) -> int:
         """How many of `ranks` data-parallel ranks have the same experts; all where none are apart.
@@ -185,12 +203,12 @@ class Mesh:
         Raises OptionError where experts do not divide among them, nor they among experts.
         """
         gpus = ranks * self.tp
-        if gpus % self.ep and self.ep % gpus:
+        if gpus % self.expert_gpus and self.expert_gpus % gpus:
             raise OptionError(
                 f"{self.expert_words} does not divide the {gpus} GPUs that share parameters,"
                 " gradients or states"
             )
-        return max(1, gpus // self.ep) if self.experts_apart else ranks
+        return max(1, gpus // self.expert_gpus) if self.experts_apart else ranks
 
     def same_experts(self, group: Group, layout: Layout) -> Group | None:
         """The ranks of `group` with the same experts; None: each is alone, or none are apart.
@@ -201,9 +219,9 @@ class Mesh:
         if not self.experts_apart or self.expert_replicas(ranks) == 1:
             return None
         if group == WORLD:
-            return replicas_of_experts(self.ep)
+            return replicas_of_experts(self.expert_gpus)
         if group in {NODE, SITE, block(ranks)}:
-            return replicas_of_experts(self.ep, ranks * self.tp)
+            return replicas_of_experts(self.expert_gpus, ranks * self.tp)
         raise OptionError(
             f"{self.expert_words} does not combine with parameters shared over {group}"
         )
@@ -215,10 +233,10 @@ class Mesh:
         them has the same. None: no other rank has.
         """
         ranks = len(among.members(0, layout))
-        if peers is None or not self.experts_apart or ranks * self.tp % self.ep == 0:
+        if peers is None or not self.experts_apart or ranks * self.tp % self.expert_gpus == 0:
             return peers
         alone = self.expert_replicas(layout.world_size) == 1
-        return None if alone else replicas_of_experts(self.ep)
+        return None if alone else replicas_of_experts(self.expert_gpus)
 
     def replicas_in(self, layout: Layout) -> int:
         """Groups of GPUs of a stage that train on the same samples. Raises OptionError for none."""
@@ -233,7 +251,7 @@ class Mesh:
         Raises OptionError if these are no equal parts of a node, nor full nodes of a site.
         """
         g, site = layout.gpus_per_node, layout.ranks_per_site
-        if layout.world_size % self.ep:
+        if layout.world_size % self.expert_gpus:
             raise OptionError(f"{self.expert_words} does not divide {layout.world_size} GPUs")
         if g % self.tp == 0 or (self.tp % g == 0 and site % self.tp == 0):
             return layout.strided(self.tp)
@@ -290,6 +308,8 @@ def _problem_of(mesh: Mesh) -> str:
     order = "" if mesh.schedule == "1f1b" else f"schedule={mesh.schedule}"
     if mesh.sequence_parallel and mesh.tp == 1:
         return "sequence_parallel=true needs tp of 2 or more: it divides no more"
+    if mesh.etp not in {1, mesh.tp}:
+        return f"etp={mesh.etp} shares no experts: it must be 1 or tp={mesh.tp}"
     if mesh.pp == 1 and (order or mesh.interleave > 1):
         return f"{order or f'interleave={mesh.interleave}'} needs pp of 2 or more"
     if mesh.in_v and mesh.interleave > 1:

@@ -170,9 +170,9 @@ def tensor(ranks: int) -> Group:
     return Group("tensor", ranks)
 
 
-def experts(ranks: int) -> Group:
-    """Blocks of `ranks` consecutive ranks that divide the experts of a layer."""
-    return Group("experts", ranks)
+def experts(ranks: int, stride: int = 1) -> Group:
+    """Blocks of `ranks` ranks that divide the experts of a layer; `stride` in a row share each."""
+    return Group("experts", ranks, stride)
 
 
 def replicas_of_experts(ranks: int, among: int = 0) -> Group:

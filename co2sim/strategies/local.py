@@ -157,10 +157,10 @@ class Replica:
     def check(self, job: Workload, layout: Layout) -> None:
         """Refuse workers that have not all experts. Raises OptionError."""
         gpus = self.ranks(layout) * job.tp
-        if gpus % job.ep:
+        if gpus % job.expert_gpus:
             raise OptionError(
-                f"{job.expert_words} needs workers with all experts, of a multiple of {job.ep}"
-                f" GPUs; worker={self.worker} has {gpus}"
+                f"{job.expert_words} needs workers with all experts, of a multiple of"
+                f" {job.expert_gpus} GPUs; worker={self.worker} has {gpus}"
             )
 
     def publish(

@@ -64,7 +64,7 @@ MAX_STAGES = 32
 _MOST_EXPERTS = 64
 _MOST_CHUNKS = 8
 _MOST = 1024
-_COUNTS = ("tp", "cp", "ep", "pp", "interleave")
+_COUNTS = ("tp", "cp", "ep", "etp", "pp", "interleave")
 
 
 _Counts: TypeAlias = Annotated[tuple[int, ...] | None, Reader(wholes, "N,N")]
@@ -104,6 +104,11 @@ class Axes:
         None,
         "GPUs that divide the experts of a layer (expert parallelism); default: powers of two that"
         " do, up to 64.",
+        "plan",
+    )
+    etp: _Counts = option(
+        None,
+        "GPUs that share every expert, where ep divides them: 1, or as many as tp; default: 1.",
         "plan",
     )
     pp: _Counts = option(
@@ -168,8 +173,10 @@ class Axes:
         mixes = divides and model.active_parameters < model.parameters  # it has experts
         eps = self.ep or (_powers_up_to(_MOST_EXPERTS) if mixes else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
-        for pp, tp, cp, ep in product(pps, tps, cps, eps):
-            if self._open and (gpus % (tp * cp * pp) or gpus // pp % ep):
+        for pp, tp, cp, ep, etp in product(pps, tps, cps, eps, self.etp or (1,)):
+            if self._open and (
+                gpus % (tp * cp * pp) or gpus // pp % (ep * etp) or etp not in {1, tp}
+            ):
                 continue
             chunks = self.interleave or _chunks(layers, pp)
             chunks = (1,) if pp == 1 and len(pps) > 1 else chunks
@@ -180,6 +187,7 @@ class Axes:
                     and (tp > 1 or bool(self.tp and self.sequence_parallel)),
                     cp=cp,
                     ep=ep,
+                    etp=etp,
                     pp=pp,
                     interleave=count,
                 )

@@ -508,7 +508,7 @@ def _declared(case: Question, path: str) -> Axis:
     """The axis with its default range."""
     cluster = case.load()[0].value
     if path == "gpus":
-        together = case.in_stage * case.pp, case.ep * case.pp
+        together = case.in_stage * case.pp, case.pp * case.expert_gpus
         full = math.lcm(cluster.gpus_per_node * cluster.sites, *together)
         return Axis(path, "", full, max(_COUNTS[path] // full, 2) * full, full)
     if path in _COUNTS:

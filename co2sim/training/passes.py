@@ -91,11 +91,15 @@ _BOTH = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Passes(Framework):
-    """Passes over blocks by a framework, on a micro-batch of a type, of `tp` ranks of a layer."""
+    """Passes over blocks by a framework, on a micro-batch of a type, of `tp` ranks of a layer.
+
+    `etp` of these share each of the experts that a rank has.
+    """
 
     micro_batch: int
     precision: DType
     tp: int
+    etp: int = 1
 
     def executed(self, block: Block, narrow: str | None, cast_steps: int) -> Block:
         """Its operators with the kernels and the types that they run with."""
@@ -278,7 +282,7 @@ class Passes(Framework):
         Ranks with a copy of a head of keys and values have different queries. Source of the copies:
         NxD Training, neuronx_distributed/modules/qkv_linear.py, `kv_size_multiplier`.
         """
-        if self.tp > 1 and (elements := summed(block)):
+        if self.tp > 1 and (elements := summed(block, self.etp)):
             yield Collective(Kind.ALL_REDUCE, "adapters", elements, self.precision, tensor(self.tp))
         elements = sum(op.summed for op in block.operators)
         if elements:
@@ -342,10 +346,35 @@ class Passes(Framework):
             return TensorParallelCollectives(beside=tuple(made))
         return TensorParallelCollectives(behind=tuple(made))
 
+    def _of_joined(self, op: ExpertExchange) -> tuple[list[Collective], list[Collective]]:
+        """What tensor-parallel ranks exchange of tokens before these are sent, and behind it."""
+        kinds = {
+            ("gathered", False): (None, Kind.ALL_GATHER),
+            ("gathered", True): (Kind.REDUCE_SCATTER, None),
+            ("summed", True): (Kind.ALL_REDUCE, None),
+            ("dropped", True): (None, Kind.ALL_GATHER),
+        }
+        before, behind = (
+            [
+                Collective(
+                    kind,
+                    "tokens",
+                    self.micro_batch * op.elements_joined,
+                    self.precision,
+                    tensor(self.tp),
+                )
+            ]
+            if kind
+            else []
+            for kind in kinds.get((op.joined, op.back), (None, None))
+        )
+        return before, behind
+
     def _to_experts(self, block: Block, passes: Sequence[Pass]) -> TensorParallelCollectives:
         """Tokens to experts and back, twice in a pass, and in one that runs again.
 
-        What a pass repeats by products, or of attention, finds the exchanged tokens.
+        What a pass repeats by products, or of attention, finds the exchanged tokens. A backward
+        pass exchanges gradients as a forward pass does tokens.
         """
         by_node = self.experts_all_to_all == "hierarchical"
         made: list[Collective] = []
@@ -354,16 +383,16 @@ class Passes(Framework):
                 if direction == "recompute" and not op.again.kernels:
                     continue
                 routed = replace(op.tokens, by_node=by_node, back=op.back)
-                made.append(
-                    Collective(
-                        Kind.ALL_TO_ALL,
-                        "tokens",
-                        self.micro_batch * op.elements_sent,
-                        self.precision,
-                        experts(op.ranks),
-                        routed=None if routed.even else routed,
-                    )
+                sent = Collective(
+                    Kind.ALL_TO_ALL,
+                    "tokens",
+                    self.micro_batch * op.elements_sent,
+                    self.precision,
+                    experts(op.ranks, op.stride),
+                    routed=None if routed.even else routed,
                 )
+                before, behind = self._of_joined(op)
+                made += [*before, sent, *behind]
         if self.overlap_experts:
             return TensorParallelCollectives(beside=tuple(made))
         return TensorParallelCollectives(behind=tuple(made))

@@ -74,7 +74,7 @@ def plain_name(name: str) -> str:
     return name.partition(CALIBRATED)[0].partition(CHANGED)[0]
 
 
-Division = Literal["tp", "sequence_parallel", "cp", "ep", "pp", "interleave"]
+Division = Literal["tp", "sequence_parallel", "cp", "ep", "etp", "pp", "interleave"]
 """A field of a mesh that may be larger than 1."""
 
 
@@ -131,9 +131,10 @@ class Stack(Framework):
 
     `runs` are the strategies that it can run, with what `precisions`, `recomputes` ("full/K" stands
     for every K) and `offloads`; what is empty, of `offloads` None, is not known, and counts as all.
-    `always_divides_sequence`: GPUs that share layers divide the sequence, too. `spread` is the
-    standard deviation of the logarithm of throughput between trainers that it stands for, where it
-    stands for several that are not known apart.
+    `always_divides_sequence`: GPUs that share layers divide the sequence, too;
+    `experts_divide_sequence`: they do in models with experts. `spread` is the standard deviation of
+    the logarithm of throughput between trainers that it stands for, where it stands for several
+    that are not known apart.
 
     A stack that was calibrated on a cluster also has numbers of that: the fraction of the speed of
     products that is `sustained`, `network_efficiency` and `ring_loss` of the links between nodes,
@@ -153,6 +154,7 @@ class Stack(Framework):
     recomputes: tuple[str, ...] = ()
     offloads: tuple[str, ...] | None = None
     always_divides_sequence: bool = False
+    experts_divide_sequence: bool = False
     spread: Misfit = 0.0
     efficiency: Fraction | None = None
     kernels: Mapping[str, KernelTimes] = field(default_factory=dict)

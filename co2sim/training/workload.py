@@ -273,7 +273,13 @@ class Workload(Mesh, Framework):
     @cached_property
     def _pass(self) -> Passes:
         habits = Framework.habits(self)
-        return Passes(**habits, micro_batch=self.micro_batch, precision=self.precision, tp=self.tp)
+        return Passes(
+            **habits,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            tp=self.tp,
+            etp=self.etp,
+        )
 
     @property
     def peak(self) -> str:

@@ -12,7 +12,7 @@ from one_sample import simulate
 from small_gpt import planned, routed_job, small
 
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import Link
+from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.operators import Block, ExpertExchange
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction import driver
@@ -20,15 +20,18 @@ from co2sim.prediction.bounds import Shared, StepBound
 from co2sim.prediction.job import schedule_of
 from co2sim.prediction.question import Question
 from co2sim.schedule.schedule import (
+    Collective,
     DType,
     Kind,
     Layout,
+    Schedule,
     experts,
     replicas_of_experts,
 )
-from co2sim.simulation.costs import traffic
+from co2sim.simulation.costs import cost_of, traffic
 from co2sim.simulation.run import execute
 from co2sim.strategies import parse
+from co2sim.training.memory import kept_bytes
 from co2sim.training.workload import Workload
 
 BODY = Transformer(
@@ -424,3 +427,135 @@ def test_what_is_kept_of_one_load_is_not_taken_for_another() -> None:
         for load in ("1", "2", "1")
     ]
     assert steps[0] == steps[2] < steps[1]
+
+
+BOTH = replace(JOB, tp=2)
+ROWS, SENT = 8 * 2, 3 * 32
+"""Tokens for experts of a sample, and what of all samples a row of them has."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "group", "sent", "joined"),
+    [
+        ({"sequence_parallel": True}, "experts(4)", ROWS // 2, {}),
+        (
+            {"sequence_parallel": True, "etp": 2},
+            "experts(4)/2",
+            ROWS // 2,
+            {"all_gather": ROWS, "reduce_scatter": ROWS},
+        ),
+        ({}, "experts(4)", ROWS // 2, {"all_gather": ROWS}),
+        ({"etp": 2}, "experts(4)/2", ROWS, {"all_reduce": ROWS}),
+    ],
+)
+def test_tensor_parallel_ranks_send_tokens_and_join_them(
+    mesh: dict[str, int], group: str, sent: int, joined: dict[str, int]
+) -> None:
+    """Their own part of the sequence, or of equal tokens; who share experts work on all of them.
+
+    There and back in both passes of two layers; what is joined is joined once in each pass.
+    """
+    job = replace(BOTH, **mesh)
+    tokens = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), buffer="tokens")
+    exchanged = [work for work in tokens if work.kind is Kind.ALL_TO_ALL]
+    assert len(exchanged) == 2 * 2 * 2
+    assert {str(work.group) for work in exchanged} == {group}
+    assert {work.elements for work in exchanged} == {sent * SENT}
+    others = [work for work in tokens if work.kind is not Kind.ALL_TO_ALL]
+    assert len(others) == 2 * 2 * len(joined)
+    assert {(str(work.kind), work.elements) for work in others} == {
+        (kind, rows * SENT) for kind, rows in joined.items()
+    }
+    assert {str(work.group) for work in others} <= {"tensor(2)"}
+
+
+def test_ranks_that_share_experts_have_a_part_of_each() -> None:
+    """Half of four of 16 experts: as many FLOP for twice the tokens, which they keep as sorted."""
+    whole, half = (replace(BOTH, sequence_parallel=True, etp=etp).share for etp in (1, 2))
+    assert (whole.expert_parameters, half.expert_parameters) == (EXPERTS // 4, EXPERTS // 8)
+    assert whole.parameters - half.parameters == EXPERTS // 8
+    layers = [each.model.blocks[2] for each in (whole, half)]
+    assert layers[0].flops == layers[1].flops
+    kept = [kept_bytes(each, each.executed[2][1]) for each in (whole, half)]
+    # results of the first products and of the function are half as wide for twice the rows
+    assert kept[1] - kept[0] == 3 * 2 * (ROWS - ROWS // 2) * 32
+    for each in (whole, half):
+        memory = parse("zero1").memory(each, Layout(2, 4))
+        dense = each.parameters - each.expert_parameters
+        assert memory["parameters"] == 2 * each.parameters
+        assert memory["optimizer"] == 12 * (dense / 8 + EXPERTS / 16)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+def test_gradients_of_a_part_of_an_expert_meet_those_of_the_same_part(strategy: str) -> None:
+    """Eight ranks have all experts once; of 16 two have the same part of the same ones."""
+    job = replace(BOTH, sequence_parallel=True, etp=2)
+    found = tiny.moved(schedule_of(parse(strategy), job, LAYOUT))
+    kind = "all_reduce" if strategy == "ddp" else "reduce_scatter"
+    assert found[f"{kind} replicas(8)"] == EXPERTS // 8
+
+
+def test_tokens_of_ranks_that_share_experts_cross_the_network_beside_each_other() -> None:
+    """Of eight ranks that divide them on two nodes half of what each sends leaves its node.
+
+    Two groups of four ranks on a node share its cards: 4 x 2 x 1/2 buffers, at 1 GB/s. What came is
+    gathered inside the node.
+    """
+    here = tiny.cluster(2, 8)
+    job = replace(JOB, tp=2, etp=2, ep=8, sequence_parallel=True)
+    made = schedule_of(parse("ddp"), job, here.layout)
+    tokens = {work.kind: work for work in tiny.collectives(made, buffer="tokens")}
+    sent = cost_of(tokens[Kind.ALL_TO_ALL], here)
+    assert str(tokens[Kind.ALL_TO_ALL].group) == "experts(8)/2"
+    size = ROWS // 2 * SENT * 2
+    assert sent.bytes_per_link(here)[1] == 4 * size
+    assert sent.duration_alone(here) == pytest.approx(4 * size / tiny.GIGA)
+    gathered = cost_of(tokens[Kind.ALL_GATHER], here)
+    assert gathered.bytes_per_link(here)[:2] == (ROWS * SENT * 2 / 2, 0)
+    for fold in (True, False):
+        spans = tiny.by_op(execute(made, here, precision="bf16", rounds=1, fold=fold))
+        lasts = [span.end - span.start for (_, op), span in spans.items() if "exchange" in op]
+        assert sum(lasts) == pytest.approx(_exchanged(made, here))
+
+
+def _exchanged(made: Schedule, here: Cluster) -> float:
+    """Seconds of all exchanges of passes, one after the other."""
+    works = (op.work for op in made.body if ".exchange" in op.name)
+    return sum(
+        cost_of(work, here).duration_alone(here) for work in works if isinstance(work, Collective)
+    )
+
+
+def test_a_stack_says_what_it_lacks_of_experts_with_tensor_parallelism() -> None:
+    """Megatron-Core needs a divided sequence for experts, and only for these."""
+    case = Question(
+        cluster="dgx-h100",
+        model="qwen3-30b-a3b",
+        strategy="zero1",
+        stack="megatron-core",
+        gpus=16,
+        tp=2,
+        ep=4,
+    )
+    (lacking,) = case.job().lacks()
+    assert lacking == "tp=2 with experts only with sequence_parallel"
+    assert not replace(case, sequence_parallel=True, etp=2).job().lacks()
+    assert not replace(case, model="llama3-8b", ep=1).job().lacks()
+    eager = replace(case, stack="torchtitan", strategy="fsdp", sequence_parallel=True, etp=2)
+    assert eager.job().lacks() == ("no etp with fsdp",)
+
+
+@given(
+    st.sampled_from(["ddp", "zero1", "zero3", "zeropp", "fsdp", "local_sgd:tau=2,worker=node"]),
+    st.sampled_from([{}, {"sequence_parallel": True}]),
+)
+def test_ranks_that_share_experts_fold(strategy: str, mesh: dict[str, bool]) -> None:
+    """One rank stands for all of two nodes of eight."""
+    job = routed_job(4, tp=2, etp=2, **mesh)
+    here = tiny.cluster(2, 8, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6))
+    made = planned(strategy, job, here.layout)
+    folded, unfolded = (
+        execute(made, here, precision="bf16", rounds=2, fold=fold).grid(made)
+        for fold in (True, False)
+    )
+    np.testing.assert_allclose(unfolded.ends - folded.ends[..., :1], 0, atol=1e-14)

@@ -75,6 +75,19 @@ REPLICATED = {"experts": "pair", "replicas": "alike", "world": "world"}
             {"ep": 2},
             {"node": "pair", "peers": "alike", "experts": "pair"},
         ),
+        (["zero3"], {"ep": 2}, REPLICATED),
+        (["zeropp"], {"ep": 2}, REPLICATED | {"node": "pair", "peers": "alike"}),
+        (
+            ["co2.published(tau=2,worker=node)"],
+            {"ep": 2},
+            {"node": "pair", "peers": "alike", "experts": "pair"},
+        ),
+        # pairs share each expert, and both of one place divide them
+        (
+            IN_EVERY_STEP,
+            {"ep": 2, "tp": 2, "etp": 2, "sequence_parallel": True},
+            {"tensor": "pair", "experts": "alike", "world": "alike"},
+        ),
     ],
 )
 @ranked(4, gpus_per_node=2)
