@@ -235,6 +235,8 @@ class _Composed:
             made.pop("global_batch" if self.stated["accumulation"].key else "accumulation")
         if made.get("tp", 1) == 1:
             made.pop("sequence_parallel", None)
+        if made.get("tp", 1) == 1 or made.get("ep", 1) == 1:  # then tp divides experts in any case
+            made.pop("etp", None)
         return made | {"overrides": overrides}
 
     def _of(self, name: str) -> Any:
@@ -242,6 +244,8 @@ class _Composed:
         if name not in self.stated:
             return None
         stated = self.stated[name]
+        if name == "etp" and stated.value == "tp":
+            return self._of("tp")
         if name not in _COUNTS or (isinstance(stated.value, str) and name == "global_batch"):
             return stated.value
         if name in {"shards", "global_batch", "accumulation"} and stated.value in {-1, 0}:

@@ -109,7 +109,10 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
     together = result.tp * result.cp * result.pp
     for name in MESH:
         value = getattr(question, name)
-        if value != 1 or value is True:
+        shares = (
+            name == "etp" and min(question.tp, question.ep) > 1
+        )  # some share experts by default
+        if value != 1 or value is True or shares:
             yield name, value
     if result.interleave > 1:
         each = len(layers(model.value.blocks)) // (result.pp * result.interleave)

@@ -92,6 +92,27 @@ def test_a_script_of_megatron_is_a_question_with_its_model(tmp_path: Path) -> No
     assert result.global_batch == 64
 
 
+def test_tensor_parallel_gpus_of_megatron_share_experts_unless_a_key_says_another(
+    tmp_path: Path,
+) -> None:
+    """Where some divide experts: its expert_tensor_parallel_size is that of tensor parallelism."""
+    flags = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2"
+    script = MEGATRON.replace("--bf16", f"--bf16 {flags}")
+    whole = script.replace("--bf16", "--bf16 --expert-tensor-parallel-size 1")
+    alone = script.replace(" --expert-model-parallel-size 2", "")
+    for text, etp in ((script, 4), (whole, 1), (alone, None)):
+        reading = read_trainer(written(tmp_path, "train.sh", text))
+        assert reading.options.get("etp") == etp
+        assert not any(key.name.startswith("expert") for key in reading.missing)
+    case = Question(
+        cluster="dgx-h100", model="qwen3-30b-a3b", strategy="zero1", stack="megatron-core", gpus=16,
+        tp=2, ep=4, sequence_parallel=True,
+    )  # fmt: skip
+    lines = launch(case, driver.run(case))
+    assert lines is not None
+    assert "--expert-tensor-parallel-size 1" in lines.text
+
+
 def test_a_log_of_megatron_states_its_arguments(tmp_path: Path) -> None:
     """With the number of its GPUs."""
     log = """
