@@ -91,9 +91,9 @@ def _adapted(op: AnyOperator, rank: int, packing: float) -> Iterator[AnyOperator
         yield replace(op, frozen=True)
     else:
         yield replace(_packed(op, packing) if packing < 1 else op, frozen=True)
-        for place, width in enumerate(op.widths or (op.columns,)):
+        for index, width in enumerate(op.widths or (op.columns,)):
             narrow, wide = _pair(op, rank, width)
-            of_keys = op.key_heads if place in op.keyed else 0
+            of_keys = op.key_heads if index in op.keyed else 0
             yield from (narrow, replace(wide, key_heads=of_keys, keyed=(0,) if of_keys else ()))
 
 

@@ -191,16 +191,25 @@ class Operator:
         """Elements of tensors that several ranks have, and whose gradients they sum up."""
         if self.copied == 1 or self.frozen:
             return 0
-        return sum(self.tensors[place] for place in self.keyed)
+        return sum(self.tensors[index] for index in self.keyed)
 
     def counts(self, mesh: Mesh) -> dict[str, int]:  # noqa: ARG002
         """What tensor-parallel ranks have to divide, by name."""
         return {}
 
-    def with_keys(self, ranks: int) -> Self:
-        """With a head of keys and values for each of `ranks`, if these are more than the heads."""
+    def with_keys(self, ranks: int, *, gathered: bool = False) -> Self:
+        """With a head of keys and values for each of `ranks`, if these are more than the heads.
+
+        Each has a copy of its weights, or all gather what equal parts of the weights make.
+        """
         times = ranks // self.key_heads if self.key_heads else 1
-        return self._with_copies(times) if times > 1 else self
+        if times <= 1:
+            return self
+        return self._with_gathered(times) if gathered else self._with_copies(times)
+
+    def _with_gathered(self, times: int) -> Self:
+        """With keys and values `times`, but for its tensors."""
+        return self if self.tensors else self._with_copies(times)
 
     def _with_copies(self, times: int) -> Self:
         """With keys and values `times`."""
@@ -211,7 +220,7 @@ class Operator:
 
     def _copied(self, sizes: tuple[int, ...], times: int) -> tuple[int, ...]:
         return tuple(
-            size * (times if place in self.keyed else 1) for place, size in enumerate(sizes)
+            size * (times if index in self.keyed else 1) for index, size in enumerate(sizes)
         )
 
     def divided(self, mesh: Mesh) -> "Operator | None":
@@ -264,9 +273,10 @@ class Product(Operator):
     these have to divide, or the inner dimension or the `count` is, if that lies `along`. A `tied`
     one has the weights of another block. Of every sample there are `count` products without weights
     (0: one with weights); a backward pass makes a `remade` one once more, as its kernel does not
-    keep the result. `narrow` is the type of its operands, if any, and weights stay cast for
-    `cast_steps` micro-steps. Weights that are stored in fewer bits count as elements of the type
-    of the model, `packed` less than there are; each use makes them whole.
+    keep the result. All ranks get the `gathered` elements of a row of its results. `narrow` is the
+    type of its operands, if any, and weights stay cast for `cast_steps` micro-steps. Weights that
+    are stored in fewer bits count as elements of the type of the model, `packed` less than there
+    are; each use makes them whole.
     """
 
     kind: Literal["product"] = "product"  # type: ignore[assignment]  # tells kinds in files apart
@@ -282,6 +292,7 @@ class Product(Operator):
     adapter: bool = False
     count: int = 0
     remade: bool = False
+    gathered: int = 0
     narrow: NarrowType | None = None
     cast_steps: int = 1
     packed: int = 0
@@ -339,6 +350,11 @@ class Product(Operator):
             widths=widths if self.widths else (),
             kept=self.kept * sum(widths) / self.columns,
         )
+
+    def _with_gathered(self, times: int) -> Self:
+        if self.adapter:
+            return self
+        return replace(self, kept=self._with_copies(times).kept, gathered=self.columns)
 
     def divided(self, mesh: Mesh) -> "Product | None":
         """The part of one rank: of the columns or of the inner dimension, or of the experts."""
@@ -837,25 +853,28 @@ def _kinds(model: Model) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def shard_model(model: Model, mesh: Mesh) -> Model:
+def shard_model(model: Model, mesh: Mesh, *, gathers_keys: bool = False) -> Model:
     """What one GPU of a stage has of a model: of its layers, its experts, and of sequences.
 
     Of the experts it has as many as any other of `ep` GPUs, each whole or one of `etp` parts; of
     every sequence equal parts of its begin and of its end, so that all of `cp` GPUs see equally
-    many tokens.
+    many tokens. Of fewer heads of keys than GPUs of a layer these have copies, unless it
+    `gathers_keys`.
+
     Raises OptionError for a model that cannot be divided so.
     """
-    return _sharded(model, mesh.inside)
+    return _sharded(model, mesh.inside, gathers_keys)
 
 
 @remembered(objects=1, most=64)
-def _sharded(model: Model, mesh: Mesh) -> Model:
+def _sharded(model: Model, mesh: Mesh, gathered: bool) -> Model:  # noqa: FBT001
     _check_divides(model, mesh)
     parts: dict[int, tuple[AnyOperator, ...]] = {}
     for block in model.blocks:
         key = id(block.operators)
         if key not in parts:
-            made = (op.with_keys(mesh.tp).divided(mesh) for op in block.operators)
+            keyed = (op.with_keys(mesh.tp, gathered=gathered) for op in block.operators)
+            made = (op.divided(mesh) for op in keyed)
             parts[key] = tuple(op for op in made if op is not None)
     ranks = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
     blocks = (

@@ -141,6 +141,7 @@ class Job:
             ),
             f"no {precision}": bool(stack.precisions) and precision not in stack.precisions,
             f"no copies of keys (tp={work.tp}, {self._keys} heads of keys)": bool(stack.runs)
+            and not work.gathers_keys
             and work.tp > self._keys,
             f"tp={work.tp} with experts only with sequence_parallel": stack.experts_divide_sequence
             and self.has_experts

@@ -249,11 +249,11 @@ def sharded_step(
         parts = _parts(sharers, block, budget.reduce_bucket) if back else [[]]
         every = sum(portion.elements for part in parts for portion in part)
         fetched_here = fetched_for(direction, block).rows
-        for number, part in enumerate(parts, start=1):
-            end = f".{number}" if len(parts) > 1 else ""
+        for index, part in enumerate(parts, start=1):
+            end = f".{index}" if len(parts) > 1 else ""
             elements = sum(portion.elements for portion in part)
             share = elements / every if len(parts) > 1 else 1.0
-            work = _share(compute, share, last=number == len(parts))
+            work = _share(compute, share, last=index == len(parts))
             op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE, turn=turn)
             named = [
                 row

@@ -68,8 +68,9 @@ class Framework:
     beside the products that need them, `overlap_experts` whether tokens travel to experts beside
     other passes, `experts_all_to_all` whether they cross the network for every expert or for every
     node of experts, and `keep_gathered` whether GPUs keep what they gathered, or gather it again to
-    go back. `context` is how ranks that divide sequences exchange keys and values. With
-    `main_gradients` it sums gradients of bf16 up in fp32.
+    go back. `context` is how ranks that divide sequences exchange keys and values. Where more ranks
+    share a layer than it has heads of keys, it `gathers_keys`, with all queries and values, or has
+    copies of them. With `main_gradients` it sums gradients of bf16 up in fp32.
 
     The loss holds `loss_bytes` for each logit on the way forward and back (None: as `loss` says). A
     loop that `keeps_outputs` holds what the model gave until the next step: logits in fp32, keys
@@ -93,6 +94,7 @@ class Framework:
     experts_all_to_all: TokenExchange = "flat"
     keep_gathered: bool = False
     context: ContextKind = "all_gather"
+    gathers_keys: bool = False
     main_gradients: bool = False
     loss_bytes: tuple[float, float] | None = None
     stages_by_cost: bool = False

@@ -237,6 +237,7 @@ class Passes(Framework):
         if of_tensors:
             made = [self._of_tensors(block, direction) for direction in passes]
             kinds_made.append(reduce(TensorParallelCollectives.then, made))
+        kinds_made += [self._of_keys(op, passes) for op in block.of(Product) if op.gathered]
         kinds_made += [self._along(op, passes) for op in block.of(Attention) if op.ranks > 1]
         if "backward" in passes and (sums := tuple(self._of_copies(block))):
             kinds_made.append(TensorParallelCollectives(behind=sums))
@@ -275,6 +276,28 @@ class Passes(Framework):
             beside = (*made.before, *made.beside, *made.behind)
             made = TensorParallelCollectives(beside=beside)
         return replace(made, behind=(*made.behind, *loss))
+
+    def _of_keys(self, op: Product, passes: Sequence[Pass]) -> TensorParallelCollectives:
+        """Queries, keys and values that all ranks get, and the sums of their gradients back.
+
+        Source: Megatron-LM, megatron/core/transformer/attention.py, get_query_key_value_tensors,
+        where num_query_groups < world_size; mappings.py, _AllGatherFromTensorParallelRegion.
+        """
+        elements = self.micro_batch * op.rows * op.gathered
+        kinds = {"backward": Kind.REDUCE_SCATTER}
+        return TensorParallelCollectives(
+            behind=tuple(
+                Collective(
+                    kinds.get(direction, Kind.ALL_GATHER),
+                    "keys",
+                    elements,
+                    self.precision,
+                    tensor(self.tp),
+                )
+                for direction in passes
+                if direction != "recompute" or op.again.kernels
+            )
+        )
 
     def _of_copies(self, block: Block) -> Iterator[Collective]:
         """Sums of gradients of what several tensor-parallel ranks have: adapters, and keys.

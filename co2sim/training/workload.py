@@ -206,7 +206,8 @@ class Workload(Mesh, Framework):
         """
         if self.divided_already or self.is_plain:
             return self
-        return replace(self, model=shard_model(self.model, self), divided_already=True)
+        model = shard_model(self.model, self, gathers_keys=self.gathers_keys)
+        return replace(self, model=model, divided_already=True)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.

@@ -123,8 +123,8 @@ def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> No
 
 def without_tokens(strategy: str, job: Workload, layout: Layout = LAYOUT) -> dict[str, int]:
     """Elements of all collectives by kind and group, but for tokens on their way to experts."""
-    found = tiny.moved(schedule_of(parse(strategy), job, layout))
-    return {name: count for name, count in found.items() if f"experts({job.ep})" not in name}
+    moved = tiny.moved(schedule_of(parse(strategy), job, layout))
+    return {name: count for name, count in moved.items() if f"experts({job.ep})" not in name}
 
 
 def test_with_zero3_experts_are_gathered_and_reduced_among_those_with_the_same() -> None:
@@ -179,9 +179,9 @@ def test_with_zeropp_experts_stay_in_the_node_to_go_back() -> None:
 
     The exchange between nodes is of half of them.
     """
-    found = without_tokens("zeropp", JOB)
+    moved = without_tokens("zeropp", JOB)
     layers = [block for block in JOB.share.model.blocks if block.parameters]
-    assert found == {
+    assert moved == {
         "all_gather world": DENSE,
         "all_gather node": DENSE,
         "all_to_all node": DENSE,
@@ -201,13 +201,13 @@ def test_with_zeropp_experts_stay_in_the_node_to_go_back() -> None:
 def test_with_zeropp_a_node_that_has_each_expert_once_gathers_none_to_go_back() -> None:
     """Sixteen ranks of two nodes divide them: two of four nodes have the same, and exchange."""
     job, layout = replace(JOB, ep=16), Layout(4, 8)
-    found = without_tokens("zeropp", job, layout)
-    of_experts = {name: count for name, count in found.items() if "replicas" in name}
+    moved = without_tokens("zeropp", job, layout)
+    of_experts = {name: count for name, count in moved.items() if "replicas" in name}
     assert of_experts == {
         "all_gather replicas(16)": EXPERTS // 16,
         "all_to_all replicas(16)": EXPERTS // 16,
     }
-    assert not any("shards" in name for name in found)
+    assert not any("shards" in name for name in moved)
     memory = parse("zeropp").memory(job.share, layout)
     assert memory["secondary"] == 2 * (DENSE / 8 + EXPERTS / 16)
 
@@ -226,15 +226,15 @@ def test_a_worker_averages_the_share_of_each_of_its_ranks(strategy: str) -> None
     (average,) = [work for work in tiny.collectives(made) if str(work.group) == "peers"]
     share = -(-DENSE // 8) + EXPERTS // 4 // 2
     assert average.elements == share
-    found = tiny.moved(made)
-    gathered = {group: found[f"all_gather {group}"] for group in ("node", "shards(2)/4")}
+    moved = tiny.moved(made)
+    gathered = {group: moved[f"all_gather {group}"] for group in ("node", "shards(2)/4")}
     # of the two steps, one of which leaves the gathering to the average, if it is used behind it
     assert gathered == {"node": 2 * DENSE, "shards(2)/4": 2 * EXPERTS // 4}
     held = parse(name).memory(JOB.share, LAYOUT)
-    one = parse("zero2").memory(JOB.share, Layout(1, 8))
+    inner = parse("zero2").memory(JOB.share, Layout(1, 8))
     copies = {"co2:delay=2": 4, "local_sgd": 1}.get(strategy, 3)
     assert held["outer"] == copies * share * 4
-    assert held["optimizer"] == one["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
+    assert held["optimizer"] == inner["optimizer"] == 12 * (DENSE / 8 + EXPERTS / 8)
 
 
 def test_fragments_of_a_worker_are_parts_of_its_experts_too() -> None:
@@ -276,16 +276,16 @@ def test_nodes_that_share_experts_replicate_what_is_the_same() -> None:
         "all_reduce peers": sum(-(-size // 8) for size in [DENSE]),
         "all_reduce replicas(16)": EXPERTS // 16,
     }
-    found = without_tokens("fsdp:shard=node", job, layout)
-    assert found["all_reduce replicas(16)"] == EXPERTS // 16
-    assert "all_gather replicas(16)" not in found
+    moved = without_tokens("fsdp:shard=node", job, layout)
+    assert moved["all_reduce replicas(16)"] == EXPERTS // 16
+    assert "all_gather replicas(16)" not in moved
 
 
 def test_tensor_parallel_ranks_with_the_same_experts_sum_up_gradients() -> None:
     """Eight of one node share layers, four divide experts: pairs have had different tokens."""
     job = replace(JOB, model=small(replace(BODY, heads=8), 8), tp=8, sequence_parallel=True)
-    found = without_tokens("ddp", job, Layout(1, 8))
-    reduced = {name: n for name, n in found.items() if "replicas" in name}
+    moved = without_tokens("ddp", job, Layout(1, 8))
+    reduced = {name: n for name, n in moved.items() if "replicas" in name}
     assert reduced == {"all_reduce replicas(4)": EXPERTS // 4}
 
 
@@ -355,19 +355,19 @@ def test_tokens_go_to_the_experts_and_back_in_every_pass(
     assert {one.elements for one in flat} == {3 * 8 * 2 * 32}  # samples, tokens, experts, hidden
     assert {str(one.group) for one in flat} == {"experts(16)"}
     asked_for = replace(job, experts_all_to_all="hierarchical")
-    found = tiny.collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
+    moved = tiny.collectives(schedule_of(parse("ddp"), asked_for, LAYOUT), Kind.ALL_TO_ALL)
     forward = [ways[:2]] * 2
-    seen = "".join("b" if one.routed and one.routed.back else "t" for one in found)
+    seen = "".join("b" if one.routed and one.routed.back else "t" for one in moved)
     assert seen == "".join(forward) + ways[2:] * 2
-    assert {replace(one, routed=None) for one in found} == set(flat)
-    assert all(one.routed and one.routed.by_node for one in found)
+    assert {replace(one, routed=None) for one in moved} == set(flat)
+    assert all(one.routed and one.routed.by_node for one in moved)
 
 
 def test_tokens_of_uneven_loads_say_so() -> None:
     """So ranks can send as unevenly as the model says."""
     job = replace(JOB, model=BUSY)
-    found = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
-    assert {one.routed and one.routed.load for one in found} == {1.5}
+    moved = tiny.collectives(schedule_of(parse("ddp"), job, LAYOUT), Kind.ALL_TO_ALL)
+    assert {one.routed and one.routed.load for one in moved} == {1.5}
 
 
 def test_a_stack_says_how_tokens_travel() -> None:
@@ -490,9 +490,9 @@ def test_ranks_that_share_experts_have_a_part_of_each() -> None:
 def test_gradients_of_a_part_of_an_expert_meet_those_of_the_same_part(strategy: str) -> None:
     """Eight ranks have all experts once; of 16 two have the same part of the same ones."""
     job = replace(BOTH, sequence_parallel=True, etp=2)
-    found = tiny.moved(schedule_of(parse(strategy), job, LAYOUT))
+    moved = tiny.moved(schedule_of(parse(strategy), job, LAYOUT))
     kind = "all_reduce" if strategy == "ddp" else "reduce_scatter"
-    assert found[f"{kind} replicas(8)"] == EXPERTS // 8
+    assert moved[f"{kind} replicas(8)"] == EXPERTS // 8
 
 
 def test_tokens_of_ranks_that_share_experts_cross_the_network_beside_each_other() -> None:

@@ -134,11 +134,39 @@ def test_states_of_copies_are_kept_on_every_rank() -> None:
     assert (states["parameters"], states["optimizer"]) == (2.0 * mine, 12.0 * mine)
 
 
-def test_a_stack_lacks_copies_of_keys() -> None:
-    """Megatron-Core gathers keys instead; with no more ranks than heads nothing is lacking."""
+def test_queries_keys_and_values_are_gathered_in_place_of_copies() -> None:
+    """Eight ranks have an eighth of each matrix; all get the columns of all heads, and keep theirs.
+
+    Gradients of 8 + 2 + 2 heads are reduce-scattered, in each of two layers and micro-steps.
+    """
+    job = Workload(small(KEYS, TOKENS), tp=8, gathers_keys=True, accumulation=2)
+    head = HIDDEN // 8
+    product = job.share.model.blocks[1].of(Product)[0]
+    assert product.tensors == (HIDDEN * head, HIDDEN * head // 4, HIDDEN * head // 4)
+    copies = replace(job, gathers_keys=False)
+    kept, same = (kept_bytes(each, each.share.executed[1][1]) for each in (job, copies))
+    assert kept == same
+    made = planned("ddp", job, Layout(1, 8))
+    keys = tiny.collectives(made, buffer="keys")
+    assert {work.elements for work in keys} == {TOKENS * (8 + 2 + 2) * head}
+    assert {str(work.group) for work in keys} == {"tensor(8)"}
+    kinds = [work.kind for work in keys]
+    assert kinds.count(Kind.ALL_GATHER) == kinds.count(Kind.REDUCE_SCATTER) == 2 * 2
+    again = replace(job, recompute="full", checkpointing="reentrant")
+    kinds = [
+        work.kind for work in tiny.collectives(planned("ddp", again, Layout(1, 8)), buffer="keys")
+    ]
+    assert kinds.count(Kind.ALL_GATHER) == 2 * kinds.count(Kind.REDUCE_SCATTER)
+
+
+def test_a_stack_has_copies_of_keys_or_gathers_them() -> None:
+    """Megatron-Core gathers; torchtitan has neither, and lacks nothing with as many heads."""
     case = Question(
         cluster="dgx-h100", model="llama3-70b", strategy="zero1", gpus=16, tp=16,
         sequence_parallel=True, stack="megatron-core",
     )  # fmt: skip
-    assert case.job().lacks() == ("no copies of keys (tp=16, 8 heads of keys)",)
-    assert not replace(case, tp=8).job().lacks()
+    assert not case.job().lacks()
+    assert case.job().workload.gathers_keys
+    other = replace(case, stack="torchtitan", strategy="fsdp")
+    assert other.job().lacks() == ("no copies of keys (tp=16, 8 heads of keys)",)
+    assert not replace(other, tp=8).job().lacks()
