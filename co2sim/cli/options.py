@@ -170,8 +170,10 @@ def _from_files(
     options = {name: value for name, value in reading.options.items() if name != "overrides"}
     if isinstance(options.get("model"), Contents):
         options["model"] = options["model"].name
-    several = {one.name for one in context.command.params if getattr(one, "multiple", False)}
-    has = {one.name for one in context.command.params}.difference(but)
+    several = {
+        option.name for option in context.command.params if getattr(option, "multiple", False)
+    }
+    has = {option.name for option in context.command.params}.difference(but)
     values = {n: [value] if n in several else value for n, value in options.items() if n in has}
     context.default_map = {**(context.default_map or {}), **values}
     chosen = [f"{name}={options[name]}" for name in options if name not in has]

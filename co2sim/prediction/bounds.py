@@ -418,8 +418,8 @@ class StepBound:
 
     def _staged(self, parts: Sequence[PartTimes]) -> "_Stages":
         work = self._work
-        own = (work.parts_of(stage) for stage in range(work.pp))
-        return _Stages(parts, [PartTimes.over([parts[n] for n in of]) for of in own])
+        stages = (work.parts_of(stage) for stage in range(work.pp))
+        return _Stages(parts, [PartTimes.over([parts[n] for n in of]) for of in stages])
 
     def _one_by_one(self, micro_batch: int, every: int, cuts: Sequence[int]) -> "_Stages":
         """Where every second layer, say, of a stage is made again, as if it were a model."""

@@ -169,12 +169,12 @@ class Pipeline:
 
     def order(self, stage: int) -> list[int]:
         """The numbers of the passes of a stage in turn: (kind x parts + part) x micros + micro."""
-        own = parts_of(self.stages, self.chunks, stage, in_v=self.in_v)
-        late: list[deque[int]] = [deque() for _ in own]
-        ahead, back = ([count() for _ in own] for _ in range(2))
+        mine = parts_of(self.stages, self.chunks, stage, in_v=self.in_v)
+        late: list[deque[int]] = [deque() for _ in mine]
+        ahead, back = ([count() for _ in mine] for _ in range(2))
         behind = [iter(waiting.popleft, None) for waiting in late]
         turns = ahead, back, back, behind, ahead  # by kind
-        starts = [[(kind * self.parts + part) * self.micros for part in own] for kind in _KINDS]
+        starts = [[(kind * self.parts + part) * self.micros for part in mine] for kind in _KINDS]
         numbers: list[int] = []
         for kind, chunk in order_of(self, stage):
             micro = next(turns[kind][chunk])

@@ -103,7 +103,7 @@ _Found = tuple[Table, Path, Values]
 
 def _with_included(paths: Sequence[Path], trainer: str) -> list[_Found]:
     """Each file with its table, behind the files that it names: of two the later one counts."""
-    found: list[_Found] = []
+    parts: list[_Found] = []
     seen: set[Path] = set()
 
     def add(path: Path, trainer: str) -> None:
@@ -118,11 +118,11 @@ def _with_included(paths: Sequence[Path], trainer: str) -> list[_Found]:
             name = next((v for k, v in values.items() if table.key(k) == key), None)
             if isinstance(name, str) and not isinstance(name, Unset) and name:
                 add(_beside(path, key, name), "")
-        found.append((table, path, values))
+        parts.append((table, path, values))
 
     for path in paths:
         add(path, trainer)
-    return found
+    return parts
 
 
 def _beside(path: Path, key: str, name: str) -> Path:
@@ -268,9 +268,9 @@ class _Composed:
         return math.prod(int(self._of(name) or 1) for name in ("tp", "cp", "pp"))
 
     def _model(self) -> Any:
-        own = {n.removeprefix("dim."): s for n, s in self.stated.items() if n.startswith("dim.")}
-        if any(stated.key for stated in own.values()):
-            return self._own_model({name: stated.value for name, stated in own.items()})
+        sizes = {n.removeprefix("dim."): s for n, s in self.stated.items() if n.startswith("dim.")}
+        if any(stated.key for stated in sizes.values()):
+            return self._own_model({name: stated.value for name, stated in sizes.items()})
         text = self._of("model")
         if text is None:
             return None
@@ -316,7 +316,7 @@ class _Composed:
         options = dict(part.split("=") for part in text.split(",") if part) | options
         if (options.get("hpz_group") or 1) > 1:
             options["hpz"] = True
-        if name == "zero3" and any(options.get(one) for one in ("qwz", "hpz", "qgz")):
+        if name == "zero3" and any(options.get(part) for part in ("qwz", "hpz", "qgz")):
             name = "zeropp"
             options = {"qwz": False, "hpz": False, "qgz": False} | options
         names = {field.name for field in fields(STRATEGIES[name])}

@@ -82,7 +82,7 @@ def launch(question: Question, result: Result) -> Lines | None:
         how.command.format(**places),
         how.text(dict(keys.values())),
         how.file,
-        dict(one for option, one in keys.items() if not option.startswith(of_model)),
+        dict(pair for option, pair in keys.items() if not option.startswith(of_model)),
         tuple(_unwritten(table, stated, keys)),
     )
 
@@ -215,7 +215,7 @@ def _of_strategies(take: Take, strategy: Strategy) -> Any:
     """By the value that is most like it: the same with all options, or at least of its name."""
     texts: dict[Any, Any] = dict(take.values) or {True: take.value}
     made = {text: parse(become) for text, become in texts.items() if become}
-    same = [text for text, one in made.items() if title(one) == title(strategy)]
-    alike = [text for text, one in made.items() if one.name == strategy.name]
+    same = [text for text, made_of in made.items() if title(made_of) == title(strategy)]
+    alike = [text for text, made_of in made.items() if made_of.name == strategy.name]
     text = next(iter(same or alike), None)
     return text if text is None or text is True else typed(text)

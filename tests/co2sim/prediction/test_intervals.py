@@ -113,11 +113,11 @@ def test_an_interval_is_smooth(
 
 def test_a_run_of_the_site_tells_what_an_unknown_stack_does() -> None:
     """An unknown stack is less sure than a known one, and as sure once a like run is measured."""
-    known = alike(FSDP)
-    unknown = replace(known, spread=load_stack("unknown").value.spread)
+    like = alike(FSDP)
+    unknown = replace(like, spread=load_stack("unknown").value.spread)
     reach = error_model().reach
-    assert reach(unknown) > 1.05 * reach(known)
-    assert reach(unknown, [unknown]) == pytest.approx(reach(known, [known]), rel=0.1)
+    assert reach(unknown) > 1.05 * reach(like)
+    assert reach(unknown, [unknown]) == pytest.approx(reach(like, [like]), rel=0.1)
 
 
 def test_intervals_that_overlap_leave_the_order_undecided() -> None:

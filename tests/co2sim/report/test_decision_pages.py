@@ -86,14 +86,14 @@ def test_the_chart_of_a_plan_has_the_gamble_with_its_odds(
     """Where a cheaper option may miss the deadline; the choice is marked beside it."""
     cheapest = json.loads(cli(*plan).out)["choice"]["totals"]
     deadline = f"{(cheapest['days'] + cheapest['days_high']) / 2} days"
-    given = [deadline if word == "300 days" else word for word in plan]
-    found = json.loads(cli(*given, "--report", "r.html").out)
+    words = [deadline if word == "300 days" else word for word in plan]
+    answer = json.loads(cli(*words, "--report", "r.html").out)
     text = Path("r.html").read_text("utf-8")
     points = drawn_points(held(text, "specs")["options-0"])
     marks = {point["mark"]: point["days"] for point in points if point.get("mark")}
     (gamble,) = (mark for mark in marks if mark.startswith("gamble"))
-    assert marks[gamble] == found["gamble"]["totals"]["days"]
-    assert marks["choice"] == found["choice"]["totals"]["days"]
+    assert marks[gamble] == answer["gamble"]["totals"]["days"]
+    assert marks["choice"] == answer["choice"]["totals"]["days"]
     (odds,) = re.findall(r"(\d+)%", gamble)
     assert 0 < int(odds) < 100
     assert f"{odds}%" in first_screen(text)

@@ -79,7 +79,9 @@ def test_an_answer_is_a_screen_with_days_money_and_a_verdict_on_memory(
     assert max(map(cell_len, lines)) <= min(columns, WIDTH)
     assert len(lines) <= LINES or columns < WIDTH
     assert any(verdict in out.lower() for verdict in VERDICTS)
-    assert bool(re.search(r"\d (days|h|min) ", " ".join(" ".join(lines[:3]).split()))) == ("--tokens" in words)
+    assert bool(re.search(r"\d (days|h|min) ", " ".join(" ".join(lines[:3]).split()))) == (
+        "--tokens" in words
+    )
     assert re.search(r"\d (USD|EUR)|price_per_gpu|USD|to loss", " ".join(out.split()))
     assert "--full" in lines[-1] + lines[-2]
 
