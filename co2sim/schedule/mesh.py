@@ -169,7 +169,7 @@ class Mesh:
     @property
     def inside(self) -> "Mesh":
         """That of a stage alone."""
-        stages = {"pp": 1, "interleave": 1}
+        stages = {"pp": 1, "interleave": 1, "schedule": "1f1b"}
         return Mesh(**self.mesh_values() | stages)
 
     @property
