@@ -169,8 +169,7 @@ class Mesh:
     @property
     def inside(self) -> "Mesh":
         """That of a stage alone."""
-        stages = {"pp": 1, "interleave": 1, "schedule": "1f1b"}
-        return Mesh(**self.mesh_values() | stages)
+        return Mesh(**{n: v for n, v in self.mesh_values().items() if n not in OF_STAGES})
 
     @property
     def reach(self) -> int:

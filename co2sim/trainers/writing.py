@@ -22,7 +22,10 @@ from co2sim.trainers.files import typed
 from co2sim.trainers.tables import Table, Take, tables
 from co2sim.training.framework import layers
 
-_NEEDED = ("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora")
+_NEEDED = (
+    *("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora"),
+    "schedule",
+)
 """What a trainer has to know, by a key or otherwise."""
 _USUAL = {"strategy": "ddp", "optimizer": "adamw", "recompute": "none", "offload": "none"}
 
@@ -112,7 +115,7 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
         shares = (
             name == "etp" and min(question.tp, question.ep) > 1
         )  # some share experts by default
-        if value != 1 or value is True or shares:
+        if value not in {1, "1f1b"} or value is True or shares:
             yield name, value
     if result.interleave > 1:
         each = len(layers(model.value.blocks)) // (result.pp * result.interleave)

@@ -298,6 +298,8 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "sequence_parallel": True,
         "pp": 2,
         "interleave": 2,
+        "schedule": "zbv",
+        "etp": 2,
     }
     assert others.keys() == {field.name for field in fields(Question)}
     key = Inputs().key

@@ -263,7 +263,9 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
     strategy = data.draw(st.sampled_from(JOBS[stack]))
     divides = stack != "huggingface" and strategy != "ddp"
     tp = data.draw(st.sampled_from((1, 2, 4))) if divides else 1
-    pp = data.draw(st.sampled_from((1, 2))) if stack == "megatron-core" and divides else 1
+    lines_up = stack in {"megatron-core", "torchtitan-eager"} and divides
+    pp = data.draw(st.sampled_from((1, 2))) if lines_up else 1
+    in_v = stack == "torchtitan-eager" and pp > 1 and data.draw(st.booleans())
     steps = data.draw(st.sampled_from((1, 4)))
     case = Question(
         cluster="dgx-h100",
@@ -273,6 +275,7 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
         stack=stack,
         tp=tp,
         pp=pp,
+        schedule="zbv" if in_v else "1f1b",
         sequence_parallel=tp > 1,
         micro_batch=data.draw(st.sampled_from((1, 2))),
         accumulation=steps,
@@ -288,6 +291,7 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
     model = {} if "model" in read_trainer(path).options else {"model": "llama3-8b"}
     again = read_trainer(path).question(cluster="dgx-h100", **model, **more)
     assert (again.stack, again.parsed.name) == (stack, case.parsed.name)
+    assert again.schedule == case.schedule
     names = ("tp", "pp", "sequence_parallel", "micro_batch", "precision", "recompute", "gpus")
     assert [getattr(again, n) for n in names] == [getattr(case, n) for n in names]
     other = driver.run(again)
