@@ -219,7 +219,8 @@ def fitted(row: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
 
 def _kind(hint: Any) -> str:
     options = [option for option in get_args(hint) if option is not NoneType]
-    return _KINDS[options[0] if options else hint]
+    first = options[0] if options else hint
+    return _KINDS[first if isinstance(first, type) else type(first)]  # of a choice, that of a word
 
 
 _SAVE: Seconds = 30.0
