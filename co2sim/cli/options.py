@@ -175,6 +175,7 @@ def _from_files(
     }
     has = {option.name for option in context.command.params}.difference(but)
     values = {n: [value] if n in several else value for n, value in options.items() if n in has}
+    values |= {n: partial(reading.refuse_unset, set(reading.unset) - {n}) for n in reading.unset}
     context.default_map = {**(context.default_map or {}), **values}
     chosen = [f"{name}={options[name]}" for name in options if name not in has]
     for line in (*lines(reading), *([f"chosen here: {', '.join(chosen)}"] if chosen else [])):
@@ -209,6 +210,7 @@ def _case(values: dict[str, Any]) -> Question:
     overrides = pairs(values.get("overrides"), "--set")
     values["overrides"] = overrides
     for reading in values.pop(_FROM, None) or ():
+        reading.refuse_unset({n for n in reading.unset if "." not in n} | overrides.keys())
         values["overrides"] = reading.options["overrides"] | overrides
         model = reading.options.get("model")
         if isinstance(model, Contents) and values["model"] == model.name:

@@ -1,14 +1,16 @@
 """Files of trainers as flat keys and values: TOML, YAML, JSON, scripts with flags, and logs."""
 
 import json
+import os
 import re
-import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from co2sim.common.errors import CatalogError
+from co2sim.trainers import shell
 
 Values: TypeAlias = dict[str, Any]
 """By key: nested keys are joined by dots, flags have no dashes in front and underscores inside."""
@@ -17,40 +19,65 @@ MOST_BYTES = 4 * 2**20
 """Of a file; no config is as large, and a log may be cut."""
 _MOST_KEYS = 20_000
 _MOST_DEPTH = 32
+_MOST_ABOVE = 8
+"""Of folders above a file, where others may be that it names."""
+_MOST_LETTERS = 1000
+"""Of the name of a file."""
 
 _ARGUMENT = re.compile(r"^(?:\S+: ?|\[[^\]]*\]:? ?)?\s*(\w+) \.{3,} ?(.*?)\s*$")
 """A line of the arguments in a log of Megatron-LM, behind the mark of a rank, if any."""
-_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=(.*)$", re.DOTALL)
-_ARRAY = re.compile(r"^[ \t]*(?:export\s+)?(\w+)\+?=\((.*?)\)[ \t]*$", re.DOTALL | re.MULTILINE)
-_USED = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)")
 _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _WORDS: dict[str, bool | None] = {"true": True, "True": True, "false": False, "False": False}
 _WORDS |= dict.fromkeys(("null", "None", "~"))  # "none" is a word of some trainers
-_MOST_ROUNDS = 8
-"""Of variables that stand for others."""
+_REFERENCE = re.compile(r"\$\{(oc\.env:|env:)?([\w.]+)(?:[:,]-?\s*([^${}]*))?\}")
+"""Of a YAML: a variable with or without a default, or another key."""
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+_KEY = re.compile(r"\+{0,2}([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+"""As Hydra has it: trainer.devices=8."""
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*(\[@\])?\}?")
+_CONFIG = re.compile(r"[\w./-]+\.(ya?ml|toml)")
 
 
 class Unset(str):
-    """A value with a variable that the file does not set, such as $TP."""
+    """A value with a variable that neither the file nor the environment sets, such as $TP."""
 
     __slots__ = ()
 
 
-def read(path: Path) -> Values:
-    """What a file says. Raises CatalogError for what is none of these kinds."""
-    text = _text(path)
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a file says: its values; and of a script files that it names, and those that it writes.
+
+    `is_script` says whether the values are flags, and variables behind $. `unset` are variables
+    that may be flags, too, and that nothing sets.
+    """
+
+    values: Values
+    is_script: bool = False
+    unset: Sequence[str] = ()
+    named: Sequence[str] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
+def read(path: Path, text: str | None = None) -> Content:
+    """What a file says, or its `text`. Raises CatalogError for what is none of these kinds."""
+    text = _text(path) if text is None else text
     kind = path.suffix.lower()
     if kind == ".toml":
-        return flat(_parsed(path, "TOML", tomllib.loads, text), path)
+        return Content(flat(_parsed(path, "TOML", tomllib.loads, text), path))
     if kind == ".json":
-        return flat(_parsed(path, "JSON", json.loads, text), path)
+        return Content(flat(_parsed(path, "JSON", json.loads, text), path))
     if kind in {".yaml", ".yml"}:
-        return flat(_parsed(path, "YAML", _yaml, text), path)
+        return Content(flat(_parsed(path, "YAML", _yaml, text), path))
     if arguments := dict(_arguments(text)):
-        return arguments
-    if values := flags(text):
-        return values
+        return Content(arguments, is_script=True)
+    try:
+        content = of_script(shell.read(text, os.environ))
+    except ValueError as error:
+        raise CatalogError(f"{path} is no script: {error}") from error
+    if any(not key.startswith("$") for key in content.values) or content.named:
+        return content
     raise CatalogError(
         f"{path} has no keys: it may be TOML, YAML or JSON by its name, a script with flags such as"
         " --micro-batch-size 1, or a log with the arguments of Megatron-LM"
@@ -115,12 +142,34 @@ def flat(tree: Mapping[str, Any], path: Path) -> Values:
             if isinstance(value, Mapping):
                 add(f"{name}.", value, depth + 1)
             else:
-                values[name] = typed(value)
+                values[name] = value
             if len(values) > _MOST_KEYS:
                 raise CatalogError(f"{path} has more than {_MOST_KEYS:,} keys")
 
     add("", tree, 0)
-    return values
+    return {name: typed(_referred(value, values)) for name, value in values.items()}
+
+
+def _referred(value: Any, values: Mapping[str, Any]) -> Any:
+    """With the value of another key, of a variable, or its default in the place of ${that}."""
+
+    def of(match: re.Match[str]) -> str:
+        kind, name, other = match.groups()
+        text = os.environ.get(name) if kind or "." not in name else None
+        value = text if kind else values.get(name, text)
+        return str(value if value is not None else match[0] if other is None else other)
+
+    for _ in range(_MOST_DEPTH):
+        if not isinstance(value, str) or "${" not in value:
+            break
+        if (match := _REFERENCE.fullmatch(value)) and not match[1] and match[2] in values:
+            more = values[match[2]]
+        else:
+            more = _REFERENCE.sub(of, value)
+        if more == value or (isinstance(more, str) and len(more) > MOST_BYTES):
+            break
+        value = more
+    return value
 
 
 def _arguments(text: str) -> Iterator[tuple[str, Any]]:
@@ -130,24 +179,51 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
             yield match[1], typed(match[2])
 
 
-def flags(text: str) -> Values:
-    """The flags of a script, with the variables that it sets in their places."""
-    lines = re.sub(r"\\[ \t]*\n", " ", _without_comments(text))
-    tokens: list[str] = []
-    variables = _variables(lines)
-    for line in _ARRAY.sub(lambda m: f"\n{m[2]}\n", lines).splitlines():
-        if not _ASSIGNED.match(line) or "--" in line:
-            tokens += _split(_filled(line, variables))
+def of_script(script: shell.Script) -> Content:
+    """Its flags: those of #SBATCH first, then variables behind $, then those of commands.
+
+    Flags that wait in variables count where no command has one of them.
+    """
+    names: list[str] = []
+    commands, aside = _flags(script.commands, names), _flags(script.aside, names)
+    values = _flags(script.batch, [])
+    set_here = {f"${name}": typed(text) for name, text in script.variables.items() if text}
+    values |= {name: value for name, value in set_here.items() if not isinstance(value, Unset)}
+    values |= commands if commands.keys() & aside.keys() else aside | commands
+    unset = {
+        word for word in script.commands if re.fullmatch(r"\$\{?[A-Za-z_]\w*(\[@\])?\}?", word)
+    }
+    unset -= {str(value) for value in values.values()}
+    return Content(
+        values,
+        is_script=True,
+        unset=sorted(unset),
+        named=names,
+        written=script.documents,
+    )
+
+
+def _flags(words: Sequence[str], named: list[str]) -> Values:
+    """Flags with the first of their values, and keys of Hydra; `named` gets files of keys."""
     values: Values = {}
     name, some = "", list[str]()
-    for token in [*tokens, "--"]:
-        if not re.match(r"--[A-Za-z]|--$|-[a-z]{1,3}$", token):
-            some.append(token)
+    for word in [*words, "--"]:
+        key = _KEY.fullmatch(word)
+        if word != "--" and not key and not _FLAG.fullmatch(word):
+            if (not name or some) and _CONFIG.fullmatch(word):
+                named.append(word)
+            some.append(word)
             continue
-        if name:
+        if name and not some and ".no_" in name:  # as tyro has it: --checkpoint.no-enable
+            values[name.replace(".no_", ".")] = False
+        elif name:
             values[name] = _value(some)
-        head, separator, value = token.partition("=")
-        name, some = key_of(head), [value] if separator else []
+        name, some = "", []
+        if key:
+            values[key[1]] = typed(key[2])
+        elif word != "--":
+            head, separator, value = word.partition("=")
+            name, some = key_of(head), [value] if separator else []
     return values
 
 
@@ -157,11 +233,7 @@ def key_of(flag: str) -> str:
 
 
 def _value(words: Sequence[str]) -> Any:
-    if not words:
-        return True
-    if "$" in words[0]:
-        return Unset(words[0])
-    return typed(words[0])
+    return typed(words[0]) if words else True
 
 
 def typed(value: Any) -> Any:
@@ -169,7 +241,7 @@ def typed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = value.strip()
-    if "$" in text or (text.startswith("<") and text.endswith(">")):
+    if "$" in text or "`" in text or text == "???" or (text.startswith("<") and text.endswith(">")):
         return Unset(text)
     if text in _WORDS:
         return _WORDS[text]
@@ -178,39 +250,10 @@ def typed(value: Any) -> Any:
     return float(text) if _REAL.fullmatch(text) else text
 
 
-def _variables(text: str) -> dict[str, str]:
-    variables = {name: " ".join(part.split()) for name, part in _ARRAY.findall(text)}
-    for line in text.splitlines():
-        if (match := _ASSIGNED.match(line)) and not match[2].startswith("("):
-            words = _split(match[2])
-            variables[match[1]] = words[0] if words else ""
-    for _ in range(_MOST_ROUNDS):
-        filled = {name: _filled(value, variables) for name, value in variables.items()}
-        if filled == variables or any(len(value) > MOST_BYTES for value in filled.values()):
-            break
-        variables = filled
-    return variables
-
-
-def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """With values in place of variables; of ${N:-8} the default where N is not set."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        text = variables.get(name)
-        if text is not None and f"${name}" not in text.replace("{", ""):
-            return text
-        return match[0] if match[2] is None else match[2]
-
-    return _USED.sub(value, text)
-
-
-def _without_comments(text: str) -> str:
-    return "\n".join(re.sub(r"(^|\s)#.*$", "", line) for line in text.splitlines())
-
-
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # quotes that end on another line
-        return line.split()
+def place(path: Path, name: str, places: Sequence[str]) -> Path | None:
+    """A file beside another one, or in a folder above, as scripts run in the folder of all."""
+    if "$" in name or "\0" in name or len(name) > _MOST_LETTERS:
+        return None
+    folders = (path.parent, *path.absolute().parents[1 : _MOST_ABOVE + 1])
+    files = (folder / below / name for folder in folders for below in places)
+    return next((file for file in files if file.is_file() and file != path), None)

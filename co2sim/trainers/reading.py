@@ -1,24 +1,18 @@
 """A question from the files of a trainer: what was taken of them, and what was not."""
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from co2sim.catalog import Contents, load_model, names
-from co2sim.catalog.facts import key_of
-from co2sim.common import convert
-from co2sim.common.errors import CatalogError, Co2simError, nearest
+from co2sim.common.errors import CatalogError, nearest
 from co2sim.prediction.question import Question
-from co2sim.strategies import STRATEGIES, parse
-from co2sim.strategies.step import title
-from co2sim.trainers.files import Unset, Values, read
-from co2sim.trainers.tables import Table, Take, tables
-from co2sim.training.framework import layers
+from co2sim.trainers.composing import Composed, Stated, text_of
+from co2sim.trainers.files import Content, Unset, place, read
+from co2sim.trainers.tables import LAUNCHERS, Table, Take, tables
 
-_MOST_FILES = 8
+_MOST_FILES = 24
 _MOST_NAMES = 12
 """Of keys in a line."""
 
@@ -42,7 +36,8 @@ class Reading:
 
     `options` are those of a `Question`, by name; its cluster is not among them. `taken` are keys
     and what they became, `ignored` do not matter to speed, `missing` matter and cannot be
-    expressed, and `unknown` are in no table.
+    expressed, and `unknown` are in no table. `unset` are options whose keys have variables that
+    nothing sets, with what to say of each: they have to be given.
     """
 
     trainer: str
@@ -52,14 +47,29 @@ class Reading:
     ignored: tuple[Key, ...]
     missing: tuple[Key, ...]
     unknown: tuple[Key, ...]
+    unset: Mapping[str, str]
 
     def question(self, **more: Any) -> Question:
         """The question, with the cluster and what else is given; that wins over the files.
 
-        Raises OptionError where something is missing, such as the model.
+        Raises OptionError where something is missing, such as the model, and CatalogError where
+        it is one of `unset`.
         """
+        self.refuse_unset({*more, *more.get("overrides", {})})
         overrides = {**self.options.get("overrides", {}), **more.pop("overrides", {})}
         return Question(**{**self.options, **more, "overrides": overrides})
+
+    def refuse_unset(self, stated: Collection[str]) -> None:
+        """Raise CatalogError where an option is open that is not given."""
+        first, *others = [name for name in self.unset if name not in stated] or [""]
+        if first:
+            also = f"; and {', '.join(map(_flag, others))}" if others else ""
+            raise CatalogError(f"{self.unset[first]}; give {_flag(first)}{also}")
+
+
+def _flag(option: str) -> str:
+    """How an option is given that nothing sets."""
+    return f"--set {option}=..." if "." in option else f"--{option.replace('_', '-')}"
 
 
 def read_trainer(*paths: str | Path, trainer: str = "") -> Reading:
@@ -69,289 +79,259 @@ def read_trainer(*paths: str | Path, trainer: str = "") -> Reading:
     read, with the file and the key.
     """
     parts = _with_included([Path(path) for path in paths], trainer)
-    options: dict[str, _Stated] = {}
+    options: dict[str, Stated] = {}
     lists: dict[str, list[Key]] = {n: [] for n in ("taken", "ignored", "missing", "unknown")}
-    for table, path, values in parts:
-        _take(table, path, values, options, lists)
-    for table, _, _ in reversed(parts):
-        for name, value in {**table.defaults, "stack": table.stack}.items():
-            options.setdefault(name, _Stated(value, "", table.title))
-    made = _Composed(options, str(parts[-1][1])).options()
+    for table, key in _last(parts).values():
+        _take(table, key, options, lists)
+    for part in reversed(parts):
+        _add_usual(part, options, alone=len(parts) == 1)
+    made = Composed(options, str(parts[-1].path))
+    for name, why in ((name, why) for part in parts for name, why in part.absent.items()):
+        if not options.get(name, _ONE).key:
+            made.open(name, why)
     return Reading(
-        trainer=" with ".join(dict.fromkeys(table.title for table, _, _ in reversed(parts))),
-        files=tuple(str(path) for _, path, _ in reversed(parts)),
-        options=made,
+        trainer=" with ".join(dict.fromkeys(part.table.title for part in reversed(parts))),
+        files=tuple(str(part.path) for part in reversed(parts)),
+        options=made.options(),
+        unset=made.unset,
         **{name: tuple(some) for name, some in lists.items()},
     )
 
 
+_ONE = Stated(1, "", "")
+
+
+def _add_usual(part: "_Part", options: dict[str, Stated], *, alone: bool) -> None:
+    """What its trainer has where no key says another; "auto" is said by another program."""
+    table = part.table
+    usual = {**table.defaults, "stack": table.stack}
+    usual |= table.script if part.content.is_script else {}
+    for name in (name for name, value in part.content.values.items() if value == "auto" and alone):
+        if take := table.take.get(table.key(name)):
+            usual.pop(take.option, None)
+    for option, value in usual.items():
+        options.setdefault(option, Stated(value, "", table.title))
+    if options.get("pp", _ONE).value not in {1, None}:
+        for option, value in table.pipeline.items():
+            if not options.get(option, _ONE).key:
+                options[option] = Stated(value, "", table.title)
+
+
 @dataclass(frozen=True, slots=True)
-class _Stated:
-    """The value of an option, and the key of which file states it."""
+class _Part:
+    """A file, what it says, and whose it is."""
 
-    value: Any
-    key: str
-    file: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.file}: {self.key}" if self.key else self.file
+    path: Path
+    content: Content
+    table: Table
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
-_Found = tuple[Table, Path, Values]
-
-
-def _with_included(paths: Sequence[Path], trainer: str) -> list[_Found]:
-    """Each file with its table, behind the files that it names: of two the later one counts."""
-    parts: list[_Found] = []
+def _with_included(paths: Sequence[Path], trainer: str) -> list[_Part]:
+    """Each file behind the files that it names: of two the later one counts."""
+    parts: list[_Part] = []
     seen: set[Path] = set()
 
-    def add(path: Path, trainer: str) -> None:
+    def add(path: Path, trainer: str, text: str | None = None, among: str = "") -> None:
         if path in seen:
             return
         seen.add(path)
         if len(seen) > _MOST_FILES:
             raise CatalogError(f"more than {_MOST_FILES} files of one training, with {path}")
-        values = read(path)
-        table = _table(path, values, trainer)
-        for key in table.includes:
-            name = next((v for k, v in values.items() if table.key(k) == key), None)
-            if isinstance(name, str) and not isinstance(name, Unset) and name:
-                add(_beside(path, key, name), "")
-        parts.append((table, path, values))
+        content = read(path, text)
+        table = _table(path, content, trainer, among)
+        absent: dict[str, str] = {}
+        for other, written in (*_included(path, content, table, absent), *_named(path, content)):
+            add(other, "", written, among=table.name)
+        if table is LAUNCHERS:  # flags behind what it starts are those of its trainer
+            table = parts[-1].table if parts else table
+        parts.append(_Part(path, content, table, absent))
 
     for path in paths:
         add(path, trainer)
+    if all(part.table is LAUNCHERS for part in parts):
+        raise _unknown_trainer(paths[0])
     return parts
 
 
-def _beside(path: Path, key: str, name: str) -> Path:
-    other = path.parent / name
-    if not other.is_file():
-        raise CatalogError(f"{path}: {key} names {name}, which is no file beside it")
-    return other
+def _named(path: Path, content: Content) -> Iterator[tuple[Path, None]]:
+    """Files of configuration that a script hands on, if they are here."""
+    names = (place(path, name, ("",)) for name in content.named)
+    yield from ((other, None) for other in names if other)
 
 
-def _table(path: Path, values: Values, trainer: str) -> Table:
-    """The trainer whose keys these are."""
-    names = list(values)
+def _included(
+    path: Path, content: Content, table: Table, absent: dict[str, str]
+) -> Iterator[tuple[Path, str | None]]:
+    """Files that keys name, and their texts, where the file writes these itself.
+
+    `absent` gets the options that files would say which are not here.
+    """
+    opens = {**LAUNCHERS.opens, **table.opens}
+    for name, value in content.values.items():
+        key = table.key(name)
+        if key not in table.includes and not (content.is_script and key in LAUNCHERS.includes):
+            continue
+        for other in _file_names(value):
+            file = place(path, other, table.places)
+            texts = {Path(name).name: text for name, text in content.written.items()}
+            text = texts.get(Path(other).name)
+            if text is not None:
+                yield path.parent / Path(other).name, text
+            elif file:
+                yield file, None
+            elif key in opens:
+                absent[opens[key]] = f"{path}: {name} names {other}, which is no file beside it"
+            elif key not in table.take:
+                raise CatalogError(f"{path}: {name} names {other}, which is no file beside it")
+
+
+def _file_names(value: Any) -> Iterator[str]:
+    """Of one, of several, or of a list of Hydra, which has groups, too."""
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, Mapping) and len(each) == 1:
+            group, name = next(iter(each.items()))
+            if name and not re.search(r"[@ ]", str(group)):
+                yield f"{group}/{name}.yaml"
+        elif isinstance(each, str) and each and not isinstance(each, Unset) and each != "_self_":
+            is_named = isinstance(value, list) and not re.search(r"\.\w+$", each)
+            yield f"{each}.yaml" if is_named else each
+
+
+def _table(path: Path, content: Content, trainer: str, among: str) -> Table:
+    """The trainer whose keys these are: else that of the file which names it, if there is one."""
+    names = list(content.values)
+    named = {table.name: table for table in tables()}
     if trainer:
-        named = {table.name: table for table in tables()}
         if trainer not in named:
             raise CatalogError(f"no trainer {trainer!r} is known; {nearest(trainer, named)}")
         return named[trainer]
     marked = [table for table in tables() if table.marked(names)]
-    if not marked:
-        titles = ", ".join(table.title for table in tables())
-        raise CatalogError(f"{path}: no trainer is known by its keys; known are {titles}")
-    return max(marked, key=lambda table: sum(map(table.knows, names)))
+    if marked:
+        return max(marked, key=lambda table: sum(map(table.weighs, names)))
+    if among in named:
+        return named[among]
+    if content.is_script:
+        return LAUNCHERS
+    raise _unknown_trainer(path)
+
+
+def _unknown_trainer(path: Path) -> CatalogError:
+    titles = ", ".join(table.title for table in tables())
+    return CatalogError(
+        f"{path}: no trainer is known by its keys; known are {titles}; --from TRAINER:FILE names"
+        " one"
+    )
+
+
+def _last(parts: Sequence[_Part]) -> dict[tuple[str, str], tuple[Table, Key]]:
+    """Keys by the table and their names in it, the last of each; those of no table, too."""
+    last: dict[tuple[str, str], tuple[Table, Key]] = {}
+    for part in parts:
+        unset = dict.fromkeys(part.content.unset, _FLAGS)
+        for name, value in (part.content.values | unset).items():
+            table = part.table
+            if part.content.is_script and not table.knows(name):
+                table = LAUNCHERS if LAUNCHERS.knows(name) else table
+                if (
+                    table is not LAUNCHERS
+                    and name not in unset
+                    and (name[0] == "$" or not name[1:])
+                ):
+                    continue
+            where = table.name, table.key(name)
+            last.pop(where, None)
+            last[where] = table, Key(str(part.path), name, value, "")
+    return last
 
 
 def _take(
-    table: Table,
-    path: Path,
-    values: Values,
-    options: dict[str, _Stated],
-    lists: Mapping[str, list[Key]],
+    table: Table, entry: Key, options: dict[str, Stated], lists: Mapping[str, list[Key]]
 ) -> None:
-    """Sort the keys of a file into these lists, and put what they say to the options."""
-    for name, value in values.items():
-        key, file = table.key(name), str(path)
-        if key in table.includes or value is None or value == "auto":
-            continue
-        if key in table.take:
-            become, effect = _become(table.take[key], value, f"{path}: {name}")
-            if become is not None:
-                option = table.take[key].option
-                options[option] = _Stated(become, name, file)
-                lists["taken"].append(Key(file, name, value, _words(option, become)))
-            elif effect:
-                lists["missing"].append(Key(file, name, value, effect))
-            else:
-                lists["ignored"].append(Key(file, name, value, ""))
-        elif key in table.warn:
-            warn = table.warn[key]
-            off = value in (False, 0, "") or value in warn.fine
-            kind = "ignored" if off else "missing"
-            lists[kind].append(Key(file, name, value, "" if off else warn.effect))
-        elif table.is_ignored(key):
-            lists["ignored"].append(Key(file, name, value, ""))
-        else:
-            lists["unknown"].append(Key(file, name, value, ""))
+    """Put a key into one of these lists, and what it says to the options."""
+    key, value = table.key(entry.name), entry.value
+    if value is _FLAGS:
+        lists["missing"].append(replace(entry, value="?", became="flags that only a run knows"))
+        return
+    if value is None or value == "auto" or (key in table.includes and key not in table.take):
+        return
+    kind, became = "unknown", ""
+    if key in table.take:
+        take = table.take[key]
+        become, became = _become(take, value, f"{entry.file}: {entry.name}", options)
+        kind = "missing" if became else "ignored"
+        if value is False and options.get(take.option, _ONE).value == take.value:
+            del options[take.option]  # what another key has switched on
+        if become is not None:
+            options[take.option] = Stated(become, entry.name, entry.file)
+            kind = "taken"
+            became = OPEN if isinstance(become, Unset) else _words(take.option, become)
+    elif key in table.warn:
+        warn = table.warn[key]
+        off = value in (False, 0, "") or value in warn.fine
+        kind, became = ("ignored", "") if off else ("missing", warn.effect)
+    elif table.is_ignored(key) or table.is_ignored(entry.name):
+        kind = "ignored"
+    lists[kind].append(replace(entry, became=became))
 
 
-def _become(take: Take, value: Any, where: str) -> tuple[Any, str]:
+_FLAGS = object()
+"""The value of a variable that may be flags, and that nothing sets."""
+OPEN = "open"
+"""What a key becomes whose value nothing sets."""
+_PLACES = {"nodes", "gpus_per_node", "tasks_per_node", "gpus"}
+
+
+def _become(take: Take, value: Any, where: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """What a value is here, or why it cannot be; neither where it says nothing."""
+    if take.option in _PLACES:
+        count = _count(value)
+        stated = {"gpus", "gpus_per_node", take.option} & options.keys()
+        return count, "" if count or stated else "no number is set; give --gpus"
     if isinstance(value, Unset):
-        raise CatalogError(
-            f"{where} is {value}, which the file does not set; write the value there"
-        )
+        return value, ""
     if take.values:
-        several = value if isinstance(value, list) else [value, *re.split(r"[\s,]+", str(value))]
-        texts = [str(each).lower() for each in several]
-        values = [take.by_text[text] for text in texts if text in take.by_text]
-        if values:
-            return (None if values[0] == "" else values[0]), ""
-        if take.effect or isinstance(value, list):
-            return None, take.effect
-        raise CatalogError(f"{where} is {value!r}; it is one of {', '.join(take.values)}")
+        return _looked_up(take, value, where)
     if take.value is not None:
-        return (take.value, "") if value is True else (None, "")
+        return take.value if value is True else None, ""
     if isinstance(value, list):
         raise CatalogError(f"{where} is a list; it is one value")
     return value, ""
 
 
-# --- what the options are together ----------------------------------------------------------------
-
-_COUNTS = {
-    field.name
-    for field in fields(Question)
-    if int in get_args(get_type_hints(Question)[field.name])
-    or get_type_hints(Question)[field.name] is int
-} | {"nodes", "gpus_per_node", "gpus", "replicas", "shards", "chunk_layers", "data_parallel"}
-_NARROW = "narrow"
-
-
-@dataclass(frozen=True, slots=True)
-class _Composed:
-    """Options of a question, made of what all trainers state."""
-
-    stated: Mapping[str, _Stated]
-    file: str
-
-    def options(self) -> dict[str, Any]:
-        """By name, as `Question` takes them."""
-        names = {field.name for field in fields(Question)} - {"cluster", "model", "strategy"}
-        made = {name: self._of(name) for name in self.stated if name in names}
-        made |= {"gpus": self._gpus(), "model": self._model(), "strategy": self._strategy()}
-        made |= {"precision": self._of(_NARROW) or self._of("precision")}
-        if "chunk_layers" in self.stated:
-            made["interleave"] = self._chunks(made["model"])
-        heads = ("model.", "stack.")
-        overrides = {n: _text(self.stated[n].value) for n in self.stated if n.startswith(heads)}
-        made = {name: value for name, value in made.items() if value is not None}
-        if {"accumulation", "global_batch"} <= made.keys():  # one follows from the other
-            made.pop("global_batch" if self.stated["accumulation"].key else "accumulation")
-        if made.get("tp", 1) == 1:
-            made.pop("sequence_parallel", None)
-        if made.get("tp", 1) == 1 or made.get("ep", 1) == 1:  # then tp divides experts in any case
-            made.pop("etp", None)
-        return made | {"overrides": overrides}
-
-    def _of(self, name: str) -> Any:
-        """Its value, converted where it is a number; None where nothing states it."""
-        if name not in self.stated:
-            return None
-        stated = self.stated[name]
-        if name == "etp" and stated.value == "tp":
-            return self._of("tp")
-        if name not in _COUNTS or (isinstance(stated.value, str) and name == "global_batch"):
-            return stated.value
-        if name in {"shards", "global_batch", "accumulation"} and stated.value in {-1, 0}:
-            return None
-        try:
-            return convert.whole(stated.where, stated.value)
-        except Co2simError as error:
-            raise CatalogError(str(error)) from error
-
-    def _gpus(self) -> int | None:
-        if gpus := self._of("gpus"):
-            return int(gpus)
-        if each := self._of("gpus_per_node"):
-            return int(each) * int(self._of("nodes") or 1)
-        if ranks := self._of("data_parallel"):
-            return int(ranks) * self._layer_gpus()
-        return None
-
-    def _layer_gpus(self) -> int:
-        return math.prod(int(self._of(name) or 1) for name in ("tp", "cp", "pp"))
-
-    def _model(self) -> Any:
-        sizes = {n.removeprefix("dim."): s for n, s in self.stated.items() if n.startswith("dim.")}
-        if any(stated.key for stated in sizes.values()):
-            return self._own_model({name: stated.value for name, stated in sizes.items()})
-        text = self._of("model")
-        if text is None:
-            return None
-        size = self._of("size")
-        written = (f"{text}-{size}", f"{text}{size}") if size else (str(text),)
-        keys = (key_of("models", name) for name in written)
-        return next((key for key in keys if key in names("models")), written[0])
-
-    def _own_model(self, values: dict[str, Any]) -> Contents:
-        tree: dict[str, Any] = {"name": f"the model of {Path(self.file).name}"}
-        tree |= {"kind": "transformer", "source": self.file}
-        experts = {n.removeprefix("experts."): v for n, v in values.items() if "experts." in n}
-        tree |= {name: value for name, value in values.items() if "experts." not in name}
-        if experts.get("count"):
-            experts.setdefault("width", tree.get("ffn"))
-            tree["experts"] = experts
-        if "hidden" in tree:
-            tree.setdefault("ffn", 4 * tree["hidden"])
-        if "model.seq_len" in self.stated:
-            tree["seq_len"] = self.stated["model.seq_len"].value
-        for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
-            if name not in tree:
-                raise CatalogError(f"{self.file}: no key says the model's {name}")
-        return Contents(self.file, tree)
-
-    def _strategy(self) -> str | None:
-        base = self._of("strategy")
-        if base is None:
-            return None
-        options = {
-            name.removeprefix("strategy."): stated.value
-            for name, stated in self.stated.items()
-            if name.startswith("strategy.")
-        }
-        replicas, shards = (self._of(name) for name in ("replicas", "shards"))
-        if shards == 1 and base.startswith("fsdp"):
-            base = "ddp"
-        elif (replicas or 1) > 1:
-            gpus = self._gpus()
-            shards = shards or (gpus // self._layer_gpus() // int(replicas) if gpus else None)
-            options["shard"] = shards
-        name, _, text = base.partition(":")
-        options = dict(part.split("=") for part in text.split(",") if part) | options
-        if (options.get("hpz_group") or 1) > 1:
-            options["hpz"] = True
-        if name == "zero3" and any(options.get(part) for part in ("qwz", "hpz", "qgz")):
-            name = "zeropp"
-            options = {"qwz": False, "hpz": False, "qgz": False} | options
-        names = {field.name for field in fields(STRATEGIES[name])}
-        pairs = [f"{n}={_text(v)}" for n, v in options.items() if n in names and v is not None]
-        return title(parse(f"{name}:{','.join(pairs)}" if pairs else name))
-
-    def _chunks(self, model: Any) -> int:
-        try:
-            count = len(layers(load_model(model).value.blocks))
-        except Co2simError as error:
-            raise CatalogError(f"{self.stated['chunk_layers'].where}: {error}") from error
-        chunk, stages = self._of("chunk_layers"), self._of("pp") or 1
-        if count % (stages * chunk):
-            raise CatalogError(
-                f"{self.stated['chunk_layers'].where} is {chunk}; {count} layers in {stages} stages"
-                " have no such chunks"
-            )
-        return int(count // (stages * chunk))
+def _looked_up(take: Take, value: Any, where: str) -> tuple[Any, str]:
+    """Among the values of a key; of several, such as "full_shard auto_wrap", the first."""
+    several = value if isinstance(value, list) else [value, *re.split(r"[\s,]+", str(value))]
+    texts = [text for each in several if (text := str(each).lower()) in take.by_text]
+    if texts or "*" in take.values:
+        become = take.by_text[(texts or "*")[0]]
+        return None if become == "" else become, ""
+    if take.effect or isinstance(value, list):
+        return None, take.effect
+    raise CatalogError(f"{where} is {value!r}; it is one of {', '.join(take.values)}")
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _count(value: Any) -> int | None:
+    """Of nodes or GPUs: 8, [0, 1], gpu:8, gpu:a100:8, or the most of 1:4; None for words."""
+    if isinstance(value, list):
+        return len(value) or None
+    if isinstance(value, str) and re.fullmatch(r"\d+,[\d,]*", value):
+        return len(value.strip(",").split(","))
+    last = re.fullmatch(r"(?:.*[:=-])?(\d{1,8})(?:\(.*\))?", str(value))
+    return int(last[1]) or None if last and not isinstance(value, Unset | bool) else None
 
 
 def _words(option: str, value: Any) -> str:
     """An option as one gives it."""
     name, _, part = option.partition(".")
     if name in {"model", "stack"} and part:
-        return f"--set {option}={_text(value)}"
+        return f"--set {option}={text_of(value)}"
     if name == "strategy":
-        return f"-s {value}" if not part else f"{part}={_text(value)} of the strategy"
+        return f"-s {value}" if not part else f"{part}={text_of(value)} of the strategy"
     if name == "dim":
-        return f"{part.replace('.', ' ')} {_text(value)} of the model"
-    options = {field.name for field in fields(Question)}
-    return f"--{name.replace('_', '-')} {_text(value)}" if name in options else f"{value} {name}"
+        return f"{part.replace('.', ' ')} {text_of(value)} of the model"
+    options = {entry.name for entry in fields(Question)}
+    return f"--{name.replace('_', '-')} {text_of(value)}" if name in options else f"{value} {name}"
 
 
 def lines(reading: Reading) -> Iterable[str]:

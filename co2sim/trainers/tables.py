@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-_TABLES = resources.files("co2sim.trainers") / "tables"
+_HERE = resources.files("co2sim.trainers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Take:
     """What a key is here.
 
     `option` is one of a question, or a part of one (`reading`). A value is looked up in `values`
-    where there are some, whatever its capitals; one that is not there has the `effect`, and is a
-    mistake where that is empty. A flag that is true stands for `value` where there is one. Without
-    either the value is taken as it is.
+    where there are some, whatever its capitals, that of "*" being any other; one that is not there
+    has the `effect`, and is a mistake where that is empty. A flag that is true stands for `value`
+    where there is one. Without either the value is taken as it is.
     """
 
     option: str
@@ -98,8 +98,10 @@ class Table:
     """A trainer: its name, its stack, and its keys.
 
     `marks` are keys of which a file of it has one at least. `prefixes` may stand before any key.
-    `defaults` are options of `Setup` that it has where no key says another. `includes` are keys
-    that name another file.
+    `defaults` are options that it has where no key says another, `script` those of its flags, and
+    `pipeline` those where there are stages of one. `includes` are keys that name another file,
+    which is in one of `places` of a folder above; where it is not, an option that the key `opens`
+    has to be given. A table that `extends` another one has its keys, too.
     """
 
     name: str
@@ -112,14 +114,23 @@ class Table:
     defaults: Mapping[str, Any]
     prefixes: Sequence[str] = ()
     includes: Sequence[str] = ()
+    places: Sequence[str] = ("",)
+    opens: Mapping[str, str] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    script: Mapping[str, Any] = field(default_factory=dict)
     launch: Launch | None = None
 
     def key(self, name: str) -> str:
-        """A key without what may stand before it."""
-        for prefix in self.prefixes:
-            if name.startswith(prefix):
-                return name.removeprefix(prefix)
+        """A key without what may stand before it, unless the table has it with that."""
+        while not self._has(name):
+            prefix = next(filter(name.startswith, self.prefixes), "")
+            if not prefix:
+                break
+            name = name.removeprefix(prefix)
         return name
+
+    def _has(self, key: str) -> bool:
+        return key in self.take or key in self.warn or key in self.includes
 
     def is_ignored(self, key: str) -> bool:
         """Whether it does not matter to speed."""
@@ -128,7 +139,11 @@ class Table:
     def knows(self, name: str) -> bool:
         """Whether a key is in the table, which says what it is here."""
         key = self.key(name)
-        return key in self.take or key in self.warn or self.is_ignored(key)
+        return self._has(key) or self.is_ignored(key) or self.is_ignored(name)
+
+    def weighs(self, name: str) -> int:
+        """How much a key speaks for this trainer: most where the table takes it."""
+        return 4 if self._has(self.key(name)) else int(self.knows(name))
 
     def marked(self, names: Sequence[str]) -> bool:
         """Whether these may be the keys of a file of it."""
@@ -143,16 +158,31 @@ def tables() -> tuple[Table, ...]:
 
 
 def _read() -> Iterator[Table]:
-    for path in sorted(_TABLES.iterdir(), key=lambda path: path.name):
+    for path in sorted((_HERE / "tables").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
-            tree = tomllib.loads(path.read_text("utf-8"))
-            launch = tree.pop("launch", None)
-            yield Table(
-                name=path.name.removesuffix(".toml"),
-                take={key: Take.of(entry) for key, entry in tree.pop("take").items()},
-                warn={key: Warn.of(entry) for key, entry in tree.pop("warn", {}).items()},
-                ignore=tree.pop("ignore", ()),
-                defaults=tree.pop("defaults", {}),
-                launch=Launch(**launch) if launch else None,
-                **tree,
-            )
+            yield _of(path.name.removesuffix(".toml"), path.read_text("utf-8"))
+
+
+def _of(name: str, text: str) -> Table:
+    tree = tomllib.loads(text)
+    launch = tree.pop("launch", None)
+    if other := tree.pop("extends", None):
+        base = tomllib.loads((_HERE / "tables" / f"{other}.toml").read_text("utf-8"))
+        for part in ("take", "warn"):
+            tree[part] = base.get(part, {}) | tree.get(part, {})
+        tree["ignore"] = [*base["ignore"], *tree.get("ignore", ())]
+        for part in ("includes", "opens"):
+            tree.setdefault(part, base.get(part, {}))
+    return Table(
+        name=name,
+        take={key: Take.of(entry) for key, entry in tree.pop("take").items()},
+        warn={key: Warn.of(entry) for key, entry in tree.pop("warn", {}).items()},
+        ignore=tree.pop("ignore", ()),
+        defaults=tree.pop("defaults", {}),
+        launch=Launch(**launch) if launch else None,
+        **tree,
+    )
+
+
+LAUNCHERS = _of("launchers", (_HERE / "launchers.toml").read_text("utf-8"))
+"""What torchrun, Slurm and others say of where a script runs; of no trainer."""

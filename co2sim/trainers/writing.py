@@ -69,7 +69,12 @@ def launch(question: Question, result: Result) -> Lines | None:
     if table is None or how is None:
         return None
     stated = dict(_stated(question, result, strategy))
+    if any(take.option == "stage_batch" for take in table.take.values()) and result.pp > 1:
+        stated["stage_batch"] = result.micro_batch  # a pass over a stage has a part of the batch
+        stated["micro_batch"] = result.micro_batch * result.accumulation
     takes = {key: table.take[key] for key in how.keys}
+    if stated.get("narrow") == "mxfp8" and "narrow_as" in {take.option for take in takes.values()}:
+        stated |= {"narrow": "fp8", "narrow_as": "mxfp8"}
     if any(take.option == "size" for take in takes.values()) and "family" in stated:
         stated["model"] = stated["family"]
     keys: dict[str, tuple[str, Any]] = {}
@@ -196,6 +201,7 @@ def _of_model(model: Any) -> Iterator[tuple[str, Any]]:
         if name not in {"experts", "name", "kind", "source", "seq_len"}:
             yield f"dim.{name}", value
     yield "dim.kv_heads", tree.get("kv_heads", tree.get("heads"))
+    yield "grouped", tree.get("kv_heads", tree.get("heads")) != tree.get("heads")
     if isinstance(experts, Mapping):
         for name in ("count", "active", "width"):
             yield f"dim.experts.{name}", experts.get(name)
