@@ -186,12 +186,12 @@ def _from_files(
 _FROM = "from_"
 
 
-def _from_option(but: Collection[str]) -> Parameter:
+def _from_option(but: Collection[str], flag: str) -> Parameter:
     def read(context: typer.Context, value: list[str] | None) -> list[Any] | None:
         return _from_files(context, value, but)
 
     option = typer.Option(
-        "--from",
+        flag,
         metavar="FILE",
         is_eager=True,
         callback=read,
@@ -244,6 +244,7 @@ def case_options(
     but: Collection[str] = (),
     optional: Collection[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    from_: str = "--from",
 ) -> Decorator:
     """A decorator that gives a command the options of these groups of a case, but for some.
 
@@ -268,7 +269,7 @@ def case_options(
         if declared.option.group in groups and name not in but
     ]
     if "job" in groups:
-        shared.append(_from_option((*but, "strategy") if but else ()))
+        shared.append(_from_option((*but, "strategy") if but else (), from_))
     shared.sort(key=lambda p: p.default is not Parameter.empty)
     make = _cases if target == "cases" else _case
     return lambda command: _with_parameters(command, target, shared, make)
@@ -278,6 +279,10 @@ one_case = case_options("place", *_SIMULATED)
 """Give a command all options of one configuration; its parameter `case` receives it."""
 open_cases = case_options("place", *_SIMULATED, target="cases", defaults=OPEN_BATCH)
 """The same of one for each --strategy; `cases` receives them. A batch that is not given is open."""
+solved_cases = case_options(
+    "place", *_SIMULATED, target="cases", defaults=OPEN_BATCH, from_="--from-file"
+)
+"""The same for `co2sim solve`, whose --from is a number."""
 open_job = case_options(*_SIMULATED, target="job", defaults=OPEN_BATCH)
 """The same but for where and how; `job` receives the case."""
 model_options = case_options("job", target="job")

@@ -43,7 +43,7 @@ _Targets = Annotated[
 ]
 
 
-@options.open_cases
+@options.solved_cases
 @options.factor_options
 def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     cases: list[Question],

@@ -102,29 +102,28 @@ class Composed:
             made.pop("global_batch" if self.stated["accumulation"].key else "accumulation")
         if made.get("tp", 1) == 1:
             made.pop("sequence_parallel", None)
+        if made.get("pp", 1) == 1:  # keys of passes that there are not
+            made = {n: value for n, value in made.items() if n not in {"schedule", "interleave"}}
         if made.get("tp", 1) == 1 or made.get("ep", 1) == 1:  # then tp divides experts in any case
             made.pop("etp", None)
         return made | {"overrides": overrides}
 
     def _check_sizes(self) -> None:
-        """Refuse GPUs that the parts of the model cannot divide. Raises CatalogError."""
-        gpus = self._gpus() or 0
-        names = [name for name in (*_SIZES, "replicas", "shards") if (self._of(name) or 1) > 1]
-        while names and "gpus" not in self.unset:
-            size = math.prod(int(self._of(name)) for name in names)
-            if gpus % size == 0:
-                break
-            *fewer, last = names
-            if not fewer or gpus % math.prod(int(self._of(name)) for name in fewer) == 0:
-                stated = self.stated[last]
-                with_others = (
-                    f" with {', '.join(self.stated[n].key for n in fewer)}" if fewer else ""
+        """Leave the GPUs open where the parts of the model cannot divide those of the file."""
+        gpus, size, names = self._gpus() or 0, 1, list[str]()
+        for name in (*_SIZES, "replicas", "shards"):
+            count = self._of(name) or 1
+            size *= count
+            if count > 1 and gpus % size:
+                stated = self.stated[name]
+                beside = f" with {', '.join(self.stated[n].key for n in names)}" if names else ""
+                self.open(
+                    "gpus",
+                    f"{stated.where} is {stated.value}{beside}: {size} GPUs, which do not divide"
+                    f" the {gpus} that the file says",
                 )
-                raise CatalogError(
-                    f"{stated.where} is {stated.value}{with_others}: {size} GPUs, which do not"
-                    f" divide the {gpus} that there are"
-                )
-            names = fewer
+                return
+            names += [name] * (count > 1)
 
     def _precision(self) -> Any:
         narrow = self._of("narrow")
@@ -150,10 +149,10 @@ class Composed:
         if gpus and isinstance(batch, int) and not made.get("micro_batch"):
             ranks = max(gpus // self._layer_gpus(), 1) * (steps or 1)
             if batch % ranks:
-                raise CatalogError(
-                    f"{self.stated['global_batch'].where} is {batch}, no multiple of {ranks}:"
-                    f" {gpus} GPUs, {steps or 1} steps"
-                )
+                stated = self.stated["global_batch"]
+                why = f"{stated.where} is {batch}, no multiple of {ranks}: {gpus} GPUs"
+                self.open("micro_batch", f"{why}, {steps or 1} steps")
+                return
             made |= {"micro_batch": batch // ranks, "accumulation": steps or 1}
 
     def _of(self, name: str) -> Any:

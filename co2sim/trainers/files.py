@@ -73,7 +73,7 @@ def read(path: Path, text: str | None = None) -> Content:
     if arguments := dict(_arguments(text)):
         return Content(arguments, is_script=True)
     try:
-        content = of_script(shell.read(text, os.environ))
+        content = of_script(shell.read(text, os.environ, lambda name: _beside(path, name)))
     except ValueError as error:
         raise CatalogError(f"{path} is no script: {error}") from error
     if any(not key.startswith("$") for key in content.values) or content.named:
@@ -82,6 +82,12 @@ def read(path: Path, text: str | None = None) -> Content:
         f"{path} has no keys: it may be TOML, YAML or JSON by its name, a script with flags such as"
         " --micro-batch-size 1, or a log with the arguments of Megatron-LM"
     )
+
+
+def _beside(path: Path, name: str) -> str | None:
+    """The text of another script, if it is here."""
+    other = place(path, name, ("",)) if name else None
+    return _text(other) if other else None
 
 
 def _text(path: Path) -> str:
@@ -206,18 +212,20 @@ def of_script(script: shell.Script) -> Content:
 def _flags(words: Sequence[str], named: list[str]) -> Values:
     """Flags with the first of their values, and keys of Hydra; `named` gets files of keys."""
     values: Values = {}
-    name, some = "", list[str]()
+    name, some, is_over = "", list[str](), True
     for word in [*words, "--"]:
         key = _KEY.fullmatch(word)
         if word != "--" and not key and not _FLAG.fullmatch(word):
             if (not name or some) and _CONFIG.fullmatch(word):
-                named.append(word)
+                named[:] = [*named * (not is_over), word]  # of several commands those of the last
+                is_over = False
             some.append(word)
             continue
         if name and not some and ".no_" in name:  # as tyro has it: --checkpoint.no-enable
             values[name.replace(".no_", ".")] = False
         elif name:
             values[name] = _value(some)
+        is_over = is_over or word == "--"
         name, some = "", []
         if key:
             values[key[1]] = typed(key[2])

@@ -260,8 +260,9 @@ def _take(
         take = table.take[key]
         become, became = _become(take, value, f"{entry.file}: {entry.name}", options)
         kind = "missing" if became else "ignored"
-        if value is False and options.get(take.option, _ONE).value == take.value:
-            del options[take.option]  # what another key has switched on
+        earlier = options.get(take.option) if value is False else None
+        if earlier and earlier.value == take.value:  # what another key has switched on
+            del options[take.option]
         if become is not None:
             options[take.option] = Stated(become, entry.name, entry.file)
             kind = "taken"

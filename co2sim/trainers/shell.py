@@ -7,7 +7,7 @@ run knows, such as $1 or $(hostname), stays as it is written.
 import ast
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -15,6 +15,8 @@ MOST_CHARACTERS = 2**20
 """Of a text with variables in their places: those of others grow without end."""
 _MOST_IN_ALL = 2**26
 """Of all such texts of a script."""
+_MOST_TAKEN = 16
+"""Of scripts that another one takes for its own."""
 _MOST_ROUNDS = 8
 """Of variables that stand for others."""
 
@@ -34,6 +36,8 @@ _TOKEN = re.compile(
     | (?P<end>.)""",
     re.DOTALL | re.VERBOSE,
 )
+_BLANK = "\\ \t\n"
+"""At the end of a script, also a mark that a line continues."""
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _USED = re.compile(
     r"\$\{(\w+|@|\*)(?:\[[@*\d]+\])?(?:(:?[-=?+])([^{}]*))?\}|\$([A-Za-z_]\w*|\d|[@*])"
@@ -84,33 +88,20 @@ class Script:
     documents: dict[str, str] = field(default_factory=dict)
 
 
-def read(text: str, environment: Mapping[str, str]) -> Script:
+def read(
+    text: str, environment: Mapping[str, str], beside: Callable[[str], str | None] = lambda _: None
+) -> Script:
     """The script; variables that it does not set are those of `environment`.
+
+    `beside` gives the text of a script by its name, which this one takes for its own (`source`).
 
     Raises ValueError where its words grow without end.
     """
     script = Script()
-    documents: dict[str, str] = {}
-
-    def body(match: re.Match[str]) -> str:
-        target = re.search(r">\s*([^\s<>]+)", match["head"])
-        name = target[1] if target else ""
-        if match["body"].lstrip().startswith("{") or name.strip("'\"").endswith(_CONFIGS):
-            documents[name] = match["body"]
-            return ""
-        return match["body"]
-
-    text = _DOCUMENT.sub(body, text.replace("\r", ""))
-    script.batch = [word for line in _BATCH.findall(text) for word in line.split()]
-    script.variables |= _of_batch(script.batch)
-    run = _Run(script, environment)
-    text = re.sub(r"\\[ \t]*\n", " ", _COMMENT.sub(r"\1", text))
-    for separators, words, after in _statements(text):
-        run.statement(separators, words, after)
+    run = _Run(script, environment, beside)
+    run.all(text)
     for value in script.variables.values():
         script.aside += [*value.split(), "--"] if "--" in value else []
-    for name, document in documents.items():
-        script.documents[_bare(run.filled(name))] = run.filled(document)
     return script
 
 
@@ -141,7 +132,7 @@ def _statements(text: str) -> Iterator[tuple[str, list[str], str]]:
     """Separators before, words as they are written, and the separator behind them."""
     words: list[str] = []
     separators = ""
-    for match in _TOKEN.finditer(f"{text}\n"):
+    for match in _TOKEN.finditer(f"{text.rstrip(_BLANK)}\n"):
         if word := match["word"]:
             words.append(word)
         elif end := match["end"]:
@@ -174,9 +165,33 @@ class _Run:
 
     script: Script
     environment: Mapping[str, str]
+    beside: Callable[[str], str | None]
     branches: list[_Branch] = field(default_factory=list)
     last: bool | None = None
     length: int = 0
+    taken: int = 0
+
+    def all(self, text: str) -> None:
+        """Follow a script, and what it writes to files of configuration."""
+        documents: dict[str, str] = {}
+
+        def body(match: re.Match[str]) -> str:
+            target = re.search(r">\s*([^\s<>]+)", match["head"])
+            name = target[1] if target else ""
+            if match["body"].lstrip().startswith("{") or name.strip("'\"").endswith(_CONFIGS):
+                documents[name] = match["body"]
+                return ""
+            return match["body"]
+
+        text = _DOCUMENT.sub(body, text.replace("\r", ""))
+        words = [word for line in _BATCH.findall(text) for word in line.split()]
+        self.script.batch += words
+        self.script.variables |= _of_batch(words)
+        text = re.sub(r"\\[ \t]*\n", " ", _COMMENT.sub(r"\1", text))
+        for separators, statement, after in _statements(text):
+            self.statement(separators, statement, after)
+        for name, document in documents.items():
+            self.script.documents[_bare(self.filled(name))] = self.filled(document)
 
     def statement(self, before: str, words: list[str], after: str) -> None:
         """Take one."""
@@ -267,7 +282,11 @@ class _Run:
         while words and (match := _ASSIGNED.fullmatch(words[0])):
             self._assign(match[1], match[3], more=bool(match[2]), certain=certain)
             words = words[1:]
-        if words and words[0] not in _WITHOUT_TRAINING:
+        if words[:1] in (["source"], ["."]) and words[1:] and self.taken < _MOST_TAKEN:
+            self.taken += 1
+            name = _bare(self.filled(words[1]))
+            self.all(self.beside(re.sub(r".*[$`)}][^/]*/", "", name)) or "")
+        elif words and words[0] not in _WITHOUT_TRAINING:
             self.script.commands += [*self._words(words), "--"]
 
     def _assign(self, name: str, value: str, *, more: bool, certain: bool) -> None:
@@ -316,6 +335,8 @@ class _Run:
         if how.endswith("+"):
             return other if value else ""
         if value is None or (not value and how.startswith(":")):
+            if how.endswith("="):
+                self.script.variables[name] = self.filled(other)
             return other if how.endswith(("-", "=")) else match[0]
         return value
 

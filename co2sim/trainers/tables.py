@@ -1,6 +1,7 @@
 """What the keys of each trainer are here: tables, as data."""
 
 import json
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class Launch:
 
     `keys` are written where they state something: into a `file` of a kind, or as flags behind the
     `command`, with dashes inside if it has `dashes`. A flag that is true has no value where it is
-    `bare`, and one that is false is left out.
+    `bare`, and one that is false is left out. `beside` a key, or a key with a value, others are
+    written that the trainer wants there; "=" stands for the same value.
     """
 
     stacks: Sequence[str]
@@ -67,13 +69,14 @@ class Launch:
     file: Literal["json", "yaml", ""] = ""
     dashes: bool = False
     bare: bool = True
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def flag(self, key: str, value: Any) -> str:
         """A key and its value, as words of a command line; empty where that says nothing."""
         name = f"--{key.replace('_', '-') if self.dashes else key}"
         if isinstance(value, bool) and self.bare:
             return name if value else ""
-        return f"{name} {value}"
+        return f"{name} {shlex.quote(str(value))}"
 
     def text(self, values: Mapping[str, Any]) -> str:
         """Keys and values as the file, or as flags, one a line."""

@@ -4,7 +4,7 @@ They are the table of a trainer the other way round: keys that are written state
 value. What was written is read as the same job.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.step import title
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.trainers.files import typed
-from co2sim.trainers.tables import Table, Take, tables
+from co2sim.trainers.tables import Launch, Table, Take, tables
 from co2sim.training.framework import layers
 
 _NEEDED = (
@@ -69,14 +69,8 @@ def launch(question: Question, result: Result) -> Lines | None:
     if table is None or how is None:
         return None
     stated = dict(_stated(question, result, strategy))
-    if any(take.option == "stage_batch" for take in table.take.values()) and result.pp > 1:
-        stated["stage_batch"] = result.micro_batch  # a pass over a stage has a part of the batch
-        stated["micro_batch"] = result.micro_batch * result.accumulation
     takes = {key: table.take[key] for key in how.keys}
-    if stated.get("narrow") == "mxfp8" and "narrow_as" in {take.option for take in takes.values()}:
-        stated |= {"narrow": "fp8", "narrow_as": "mxfp8"}
-    if any(take.option == "size" for take in takes.values()) and "family" in stated:
-        stated["model"] = stated["family"]
+    stated |= _divided(stated, {take.option for take in takes.values()})
     keys: dict[str, tuple[str, Any]] = {}
     for key, take in takes.items():
         value = stated.get(take.option)
@@ -88,11 +82,37 @@ def launch(question: Question, result: Result) -> Lines | None:
     return Lines(
         table.title,
         how.command.format(**places),
-        how.text(dict(keys.values())),
+        how.text(dict(_with_others(how, keys.values()))),
         how.file,
         dict(pair for option, pair in keys.items() if not option.startswith(of_model)),
         tuple(_unwritten(table, stated, keys)),
     )
+
+
+def _with_others(how: Launch, keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Keys, and those that the trainer wants beside them."""
+    for key, value in keys:
+        yield key, value
+        for beside, text in (how.beside.get(f"{key}={value}") or how.beside.get(key) or {}).items():
+            yield beside, value if text == "=" else text
+
+
+def _divided(stated: Mapping[str, Any], options: Collection[str]) -> dict[str, Any]:
+    """What two keys of a trainer say together: a model, a type, a batch, or every Nth layer."""
+    parts: dict[str, Any] = {}
+    if "size" in options and "family" in stated:
+        parts["model"] = stated["family"]
+    if "narrow_as" in options and stated.get("narrow") == "mxfp8":
+        parts |= {"narrow": "fp8", "narrow_as": "mxfp8"}
+    if "stage_batch" in options and stated.get("pp", 1) > 1:  # its batch is that of all passes
+        batch = stated["micro_batch"]
+        parts |= {"stage_batch": batch, "micro_batch": batch * stated["accumulation"]}
+    recompute, _, every = stated["recompute"].partition("/")
+    if "recompute_every" in options and recompute == "selective":
+        parts["recompute_every"] = ""
+    elif "recompute_every" in options and every:
+        parts |= {"recompute": "selective", "recompute_every": int(every)}
+    return parts
 
 
 def _unwritten(table: Table, stated: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:
@@ -197,6 +217,7 @@ def _of_model(model: Any) -> Iterator[tuple[str, Any]]:
     if tree.get("kind") != "transformer" or not _PLAIN.issuperset(tree):
         return
     experts = tree.get("experts")
+    yield "dim.dropout", tree.get("dropout", False)
     for name, value in tree.items():
         if name not in {"experts", "name", "kind", "source", "seq_len"}:
             yield f"dim.{name}", value

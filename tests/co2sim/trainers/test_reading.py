@@ -113,6 +113,35 @@ def test_tensor_parallel_gpus_of_megatron_share_experts_unless_a_key_says_anothe
     assert "--expert-tensor-parallel-size 1" in lines.text
 
 
+def test_a_key_is_written_with_those_that_its_trainer_wants_beside_it() -> None:
+    """Megatron-LM refuses full recomputation without a method, and asks for the positions."""
+    case = Question(
+        cluster="dgx-h100", model="llama3-8b", strategy="zero1", stack="megatron-core", gpus=8,
+        recompute="full",
+    )  # fmt: skip
+    lines = launch(case, driver.run(case))
+    assert lines is not None
+    wanted = ("--recompute-method uniform", "--recompute-num-layers 1", "--group-query-attention")
+    wanted += ("--max-position-embeddings 8192", "--hidden-dropout 0.0", "--attention-dropout 0.0")
+    assert [flag for flag in wanted if flag not in lines.text.splitlines()] == []
+
+
+def test_a_stage_of_torchtitan_has_its_own_batch() -> None:
+    """Its local batch is that of all passes; selective recomputation is of operators."""
+    case = Question(
+        cluster="dgx-h100", model="llama3-8b", strategy="fsdp", stack="torchtitan", gpus=8, pp=2,
+        micro_batch=2, accumulation=4, recompute="selective",
+    )  # fmt: skip
+    lines = launch(case, driver.run(case))
+    assert lines is not None
+    flags = set(lines.text.splitlines())
+    assert {
+        "--training.local_batch_size 8",
+        "--parallelism.pipeline_parallel_microbatch_size 2",
+        "--activation_checkpoint.selective_ac_option op",
+    } <= flags
+
+
 def test_a_log_of_megatron_states_its_arguments(tmp_path: Path) -> None:
     """With the number of its GPUs."""
     log = """

@@ -114,7 +114,7 @@ def test_a_value_that_cannot_be_is_named(tmp_path: Path, line: str, words: str) 
     """With the file and the key, in one line."""
     path = written(tmp_path, "a.yaml", f"trainer: {{devices: 8}}\nnum_layers: 4\n{line}\n")
     with pytest.raises(CatalogError, match=words) as caught:
-        read_trainer(path)
+        read_trainer(path).question(cluster="dgx-a100", model="llama3-8b")
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -141,3 +141,25 @@ def test_a_script_that_grows_is_refused(tmp_path: Path) -> None:
     lines = ["A=aaaaaaaa", *["A=$A$A"] * 40, "torchrun x.py --num-layers $A"]
     with pytest.raises(CatalogError, match="grow beyond"):
         read_trainer(written(tmp_path, "run.sh", "\n".join(lines)))
+
+
+def test_a_script_may_take_another_one_for_its_own(tmp_path: Path) -> None:
+    """Of a folder that only a run knows the name beside it counts."""
+    written(tmp_path, "common.sh", 'TP=4\n: "${MBS:=2}"\n')
+    text = SCRIPT.replace("$1", "8")
+    path = written(tmp_path, "run.sh", f'source "$(dirname "$0")/common.sh"\n{text}')
+    reading = read_trainer(path)
+    assert (reading.options["tp"], reading.options["micro_batch"]) == (4, 2)
+
+
+def test_a_flag_that_is_off_states_nothing(tmp_path: Path) -> None:
+    """Whether another key has switched it on, or none has."""
+    text = "[parallelism]\nenable_async_tensor_parallel = false\n[training]\nseq_len = 512\n"
+    reading = read_trainer(written(tmp_path, "a.toml", text))
+    assert [key.name for key in reading.ignored] == ["parallelism.enable_async_tensor_parallel"]
+
+
+def test_a_script_may_end_within_a_line(tmp_path: Path) -> None:
+    """With a mark that the line goes on, as people leave it."""
+    text = SCRIPT.replace("$MBS", "1").replace("${TP}", "2").replace("$1", "8").strip()
+    assert read_trainer(written(tmp_path, "run.sh", f"{text} \\")).options["global_batch"] == 8
