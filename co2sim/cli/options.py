@@ -215,6 +215,7 @@ def _case(values: dict[str, Any]) -> Question:
         model = reading.options.get("model")
         if isinstance(model, Contents) and values["model"] == model.name:
             values["model"] = model
+        values = reading.without_ruled_out(values)
     uneven = {field.name: values.pop(field.name) for field in fields(Noise) if field.name in values}
     if uneven:
         uneven["node_speed"] = _speeds(uneven["node_speed"])

@@ -201,6 +201,38 @@ class _Fetched:
         return cls(rows, elements)
 
 
+def _laid(
+    job: Workload,
+    sharers: Sharers,
+    bucket: int,
+    use: tuple[int, str, Block, Compute],
+    fetched: Sequence[Row],
+    after: str | None,
+    reduce: Callable[[str, Portion], Sequence[Row]],
+) -> Iterator[Use]:
+    """The passes of a use of a block, behind what it fetches: one for each bucket of gradients."""
+    micro, direction, block, compute = use
+    prefix, turn = micro_prefix(micro, job), Turn(micro_step=micro)
+    parts = _parts(sharers, block, bucket) if direction == "backward" else [[]]
+    every = sum(portion.elements for part in parts for portion in part)
+    for index, part in enumerate(parts, start=1):
+        end = f".{index}" if len(parts) > 1 else ""
+        elements = sum(portion.elements for portion in part)
+        share = elements / every if len(parts) > 1 else 1.0
+        work = _share(compute, share, last=index == len(parts))
+        named = [
+            row
+            for portion in part
+            for row in renamed(reduce(f"{block.name}.gradient", portion), "", portion.end)
+        ]
+        yield Use(
+            (Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE, turn=turn),),
+            renamed(fetched if index == 1 else (), prefix, f".{direction}.{block.name}"),
+            after,
+            renamed(named, prefix, f".{block.name}{end}"),
+        )
+
+
 def sharded_step(
     job: Workload,
     sharers: Sharers,
@@ -243,32 +275,10 @@ def sharded_step(
     waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
     laid: list[Use] = []
     ends: list[str] = []
-    for (micro, direction, block, compute), wait in zip(uses, waits, strict=True):
-        prefix, turn = micro_prefix(micro, job), Turn(micro_step=micro)
-        back = direction == "backward"
-        parts = _parts(sharers, block, budget.reduce_bucket) if back else [[]]
-        every = sum(portion.elements for part in parts for portion in part)
-        fetched_here = fetched_for(direction, block).rows
-        for index, part in enumerate(parts, start=1):
-            end = f".{index}" if len(parts) > 1 else ""
-            elements = sum(portion.elements for portion in part)
-            share = elements / every if len(parts) > 1 else 1.0
-            work = _share(compute, share, last=index == len(parts))
-            op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE, turn=turn)
-            named = [
-                row
-                for portion in part
-                for row in renamed(reduce(f"{block.name}.gradient", portion), "", portion.end)
-            ]
-            laid.append(
-                Use(
-                    (op,),
-                    renamed(fetched_here, prefix, f".{direction}.{block.name}"),
-                    ends[wait] if wait >= 0 else None,
-                    renamed(named, prefix, f".{block.name}{end}"),
-                )
-            )
-            fetched_here = ()
+    for use, wait in zip(uses, waits, strict=True):
+        needed = fetched_for(use[1], use[2]).rows
+        after = ends[wait] if wait >= 0 else None
+        laid += _laid(job, sharers, budget.reduce_bucket, use, needed, after, reduce)
         ends.append(laid[-1].passes[-1].name)
     ops, reduced = lay_out(laid)
     ops = with_activations_on_host(job, ops)

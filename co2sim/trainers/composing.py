@@ -209,11 +209,10 @@ class Composed:
             values.pop("kv_heads", None)
         experts = {n.removeprefix("experts."): v for n, v in values.items() if "experts." in n}
         tree |= {name: value for name, value in values.items() if "experts." not in name}
-        if experts.get("count"):
-            experts.setdefault("width", tree.get("ffn"))
-            tree["experts"] = experts
         if "hidden" in tree:
             tree.setdefault("ffn", 4 * tree["hidden"])
+        if experts.get("count"):
+            tree["experts"] = {"width": tree.get("ffn"), **experts}
         if "model.seq_len" in self.stated:
             tree["seq_len"] = self.stated["model.seq_len"].value
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):

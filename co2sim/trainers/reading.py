@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.common.errors import CatalogError, nearest
-from co2sim.prediction.question import Question
+from co2sim.prediction.question import AUTO, Question
 from co2sim.trainers.composing import Composed, Stated, text_of
 from co2sim.trainers.files import Content, Unset, place, read
 from co2sim.trainers.tables import LAUNCHERS, Table, Take, tables
 
+_RULES_OUT: Mapping[str, Mapping[str, Any]] = {
+    "tp": {"sequence_parallel": False, "etp": 1},
+    "pp": {"interleave": 1, "schedule": "1f1b"},
+}
+"""What there is only where another option is more than 1."""
+_ONE_OF = "accumulation", "global_batch"
 _MOST_FILES = 24
 _MOST_NAMES = 12
 """Of keys in a line."""
@@ -57,7 +63,20 @@ class Reading:
         """
         self.refuse_unset({*more, *more.get("overrides", {})})
         overrides = {**self.options.get("overrides", {}), **more.pop("overrides", {})}
-        return Question(**{**self.options, **more, "overrides": overrides})
+        values = self.without_ruled_out({**self.options, **more})
+        return Question(**{**values, "overrides": overrides})
+
+    def without_ruled_out(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values, less those of the files that another one rules out, such as pp=1 chunks."""
+        kept = dict(values)
+        of_files = {n for n, value in values.items() if self.options.get(n) == value}
+        for name, others in _RULES_OUT.items():
+            if values.get(name) == 1:
+                kept |= {n: usual for n, usual in others.items() if n in of_files}
+        batch = {n for n in _ONE_OF if values.get(n) not in {None, AUTO}}
+        if len(batch) > 1 and len(batch & of_files) == 1:
+            kept |= dict.fromkeys(batch & of_files)
+        return kept
 
     def refuse_unset(self, stated: Collection[str]) -> None:
         """Raise CatalogError where an option is open that is not given."""
