@@ -25,7 +25,7 @@ from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.cases import of_strategies
-from co2sim.report.text.launch import print_launch
+from co2sim.report.text.launch import launch_text, print_launch
 from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
@@ -88,7 +88,8 @@ def run(
         study = output.study(**about, screen=screen, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
     if json_:
-        _print_json(cases, results, judged, goal, tokens, evidence=evidence, memory=memory)
+        more = {"evidence": evidence, "memory": memory, "launch": launch}
+        _print_json(cases, results, judged, goal, tokens, **more)
         return
     print_screen(screen, output.more(full=full, files=[report]), whole=full)
     if full:
@@ -117,12 +118,14 @@ def _print_json(
     *,
     evidence: bool,
     memory: bool,
+    launch: bool,
 ) -> None:
     answers = [
         result_to_dict(case, result, goal, tokens)
         | ({"verdict": asdict(verdict)} if verdict else {})
         | ({"step_memory": StepMemory.of(case, result).to_dict()} if memory else {})
         | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
+        | ({"launch": launch_text(case, result)} if launch else {})
         for case, result, verdict in zip(cases, results, judged, strict=True)
     ]
     print_json(answers[0] if len(answers) == 1 else answers)

@@ -43,7 +43,7 @@ _COUNTS = {
 }
 _SIZES = ("tp", "cp", "pp")
 """GPUs that have one copy of the model together, or of its part."""
-_GIVEN_BY = {
+GIVEN_BY = {
     **dict.fromkeys(("dim", "size", "model_file", "grouped"), "model"),
     **dict.fromkeys(("narrow", "narrow_as"), "precision"),
     **dict.fromkeys(("replicas", "shards", "within_fsdp", "fsdp_version"), "strategy"),
@@ -80,7 +80,7 @@ class Composed:
     def open(self, name: str, why: str) -> None:
         """An option that has to be given: the whole model for one of its dimensions."""
         head, _, part = name.partition(".")
-        option = name if head in {"model", "stack"} and part else _GIVEN_BY.get(head, head)
+        option = name if head in {"model", "stack"} and part else GIVEN_BY.get(head, head)
         self.unset.setdefault(option, why)
 
     def options(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.prediction.question import AUTO, Question
-from co2sim.trainers.composing import Composed, Stated, text_of
+from co2sim.trainers.composing import GIVEN_BY, Composed, Stated, text_of
 from co2sim.trainers.files import Content, Unset, place, read
 from co2sim.trainers.tables import LAUNCHERS, Table, Take, tables
 
@@ -351,7 +351,10 @@ def _words(option: str, value: Any) -> str:
     if name == "dim":
         return f"{part.replace('.', ' ')} {text_of(value)} of the model"
     options = {entry.name for entry in fields(Question)}
-    return f"--{name.replace('_', '-')} {text_of(value)}" if name in options else f"{value} {name}"
+    if name in options:
+        return f"--{name.replace('_', '-')} {text_of(value)}"
+    part_of = {"nodes": "gpus", "gpus_per_node": "gpus", "tasks_per_node": "gpus"} | GIVEN_BY
+    return f"{text_of(value)} for {_flag(part_of.get(name, name))}"
 
 
 def lines(reading: Reading) -> Iterable[str]:

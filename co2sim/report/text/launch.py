@@ -20,11 +20,15 @@ def launch_row(case: Question, r: Result) -> list[tuple[str, str]]:
     return [("launch", f"{keys}{beside} ({lines.trainer}; all: --launch)")]
 
 
+def launch_text(case: Question, result: Result) -> str:
+    """The whole command, or why there is none."""
+    if lines := launch(case, result):
+        return str(lines)
+    return f"no keys of a trainer say {result.strategy} with {case.load_stack().value.name}"
+
+
 def print_launch(choices: Iterable[tuple[Question, Result]]) -> None:
     """The whole command of each, to be copied: in one piece, whatever the width."""
     out = console()
     for case, result in choices:
-        lines = launch(case, result)
-        stack = case.load_stack().value.name
-        text = str(lines) if lines else f"no keys of a trainer say {result.strategy} with {stack}"
-        out.print(Text(f"\n{text}"), soft_wrap=True)
+        out.print(Text(f"\n{launch_text(case, result)}"), soft_wrap=True)

@@ -181,6 +181,15 @@ def test_an_option_of_the_command_line_wins_over_the_file(tmp_path: Path, cli: C
     assert "nanotron" in two["stack"]
 
 
+def test_json_has_the_lines_that_launch_the_choice(tmp_path: Path, cli: Command) -> None:
+    """As the text has them; what the file stated is in it."""
+    path = written(tmp_path, "job.toml", TITAN)
+    job = ("run", "--from", str(path), "-c", "dgx-h100", "-g", "8", "--launch")
+    lines = json.loads(cli(*job, "--json")[1])["launch"]
+    assert "--parallelism.tensor_parallel_degree 2" in lines
+    assert lines in cli(*job)[1]
+
+
 def test_a_plan_chooses_what_it_varies(tmp_path: Path, cli: Command) -> None:
     """The file says model and stack; how GPUs divide it is found."""
     path = written(tmp_path, "job.toml", TITAN)
