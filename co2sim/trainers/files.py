@@ -93,7 +93,7 @@ def _beside(path: Path, name: str) -> str | None:
 def _text(path: Path) -> str:
     try:
         if not path.is_file():
-            raise CatalogError(f"{path} is no file; --from takes a file that a trainer reads")
+            raise CatalogError(f"{path} is no file; give one that a trainer reads")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
