@@ -269,6 +269,11 @@ class Mesh:
                 f"pp={self.pp} does not divide {gpus} GPUs into full nodes of {g}, or into equal"
                 " parts of nodes"
             )
+        if self.schedule == "dualpipe" and each % self.in_stage:
+            raise OptionError(
+                f"tp={self.tp} x cp={self.cp} does not divide the {each} GPUs of a stage of"
+                f" pp={self.pp} on {gpus} GPUs"
+            )
         return gpus // self.apart
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
