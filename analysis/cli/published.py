@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from analysis.published.report import ValidationReport
     from analysis.published.run_errors import Left
     from analysis.published.runs import TrainingRun
+    from analysis.published.stack_fit import StackFit
     from co2sim.prediction.intervals import MemoryErrors
     from co2sim.prediction.published import Use
 
@@ -237,7 +238,7 @@ _Evidence = Annotated[
     typer.Option(
         "--evidence",
         help="Write the evidence and the errors of memory of the catalog again, by the fit that is"
-        " there: a minute.",
+        " there: two minutes.",
     ),
 ]
 _Memory = Annotated[bool, typer.Option("--memory", help="Compare the peak of memory instead.")]
@@ -303,7 +304,7 @@ def runs(  # noqa: PLR0913, PLR0917 - one argument per option
         _fit_runs(every, papers, jobs)
         print(f"written: {papers / stack_fit.RECORD}, and the catalog")
     elif evidence:
-        write_atomically(_evidence(every, papers, jobs))
+        write_atomically(_evidence(every, stack_fit.record(papers), papers, jobs))
         print("written: the catalog")
     elif memory:
         _print_memory(chosen, jobs, as_json=json_)
@@ -358,12 +359,23 @@ def _predicted_runs(
 
 def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     """Fit again, and write what the catalog and `papers` say of it."""
-    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+    from analysis.published import stack_fit  # noqa: PLC0415 - scipy
 
     counted = [run for run in every if run.is_counted]
     path = papers / stack_fit.RECORD
     start = stack_fit.record(papers).values if path.is_file() else {}
     fitted = stack_fit.fit(counted, start, iterations=2, jobs=jobs)
+    written = {path: stack_fit.written(fitted).encode()}
+    write_atomically(written | _evidence(every, fitted, papers, jobs))
+
+
+def _evidence(
+    every: Sequence["TrainingRun"], fitted: "StackFit", papers: Path, jobs: int
+) -> dict[Path, bytes]:
+    """What the catalog says of a fit, and of published runs beside it."""
+    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
+
+    counted = [run for run in every if run.is_counted]
     values = [fitted.left_out[run.site] for run in counted]
     results = stack_fit.predictions(counted, values, jobs, "predicting runs")
     rows = run_errors.left(counted, results)
@@ -371,29 +383,13 @@ def _fit_runs(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> None:
     strangers = [run.changed(stack=stack_fit.UNKNOWN) for run in counted]
     unknown = stack_fit.predictions(strangers, values, jobs, "with an unknown stack")
     spread = run_errors.spread_between(run_errors.left(strangers, unknown), errors)
-    files = run_errors.catalog_files(fitted.values, spread) | dict(
+    return run_errors.catalog_files(fitted.values, spread) | dict(
         [
             run_errors.errors_file(errors),
             run_errors.evidence_file(counted, results),
             run_errors.models_file(run_errors.models_without(rows), papers),
         ]
     )
-    write_atomically({path: stack_fit.written(fitted).encode()} | files)
-
-
-def _evidence(every: Sequence["TrainingRun"], papers: Path, jobs: int) -> dict[Path, bytes]:
-    """What the catalog says of published runs that needs no fit, by the one that is recorded."""
-    from analysis.published import run_errors, stack_fit  # noqa: PLC0415 - scipy
-
-    left_out = stack_fit.record(papers).left_out
-    counted = [run for run in every if run.is_counted]
-    values = [left_out[run.site] for run in counted]
-    results = stack_fit.predictions(counted, values, jobs, "predicting runs")
-    rows = run_errors.left(counted, results)
-    errors = replace(run_errors.errors_of(rows), memory=_memory_errors(every, jobs))
-    models = run_errors.models_file(run_errors.models_without(rows), papers)
-    evidence = run_errors.evidence_file(counted, results)
-    return dict([run_errors.errors_file(errors), evidence, models])
 
 
 def _memory_errors(every: Sequence["TrainingRun"], jobs: int) -> "MemoryErrors":

@@ -215,6 +215,7 @@ def _case(values: dict[str, Any]) -> Question:
         model = reading.options.get("model")
         if isinstance(model, Contents) and values["model"] == model.name:
             values["model"] = model
+        _say_instead(reading.options, values)
         values = reading.without_ruled_out(values)
     uneven = {field.name: values.pop(field.name) for field in fields(Noise) if field.name in values}
     if uneven:
@@ -223,11 +224,23 @@ def _case(values: dict[str, Any]) -> Question:
     return Question(**values)
 
 
+def _say_instead(of_files: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Name the options that were given and are others than those of the files."""
+    others = {
+        name: value
+        for name, value in of_files.items()
+        if name in values and name != "overrides" and values[name] not in ("", None, value)
+    }
+    if others:
+        words = ", ".join(f"{name}={values[name]} (not {value})" for name, value in others.items())
+        typer.echo(f"given instead: {words}", err=True)
+
+
 def _cases(values: dict[str, Any]) -> list[Question]:
     """The case of each of several strategies."""
-    strategies = values.pop("strategy")
+    strategies = values["strategy"]
     refuse_twice("strategy", (title(parse(text)) for text in strategies))
-    case = _case(values)
+    case = _case({**values, "strategy": strategies[0]})
     return [replace(case, strategy=strategy) for strategy in strategies]
 
 

@@ -222,9 +222,10 @@ def one_efficiency(attained: float) -> tuple[tuple[Flops, float], ...]:
 _OF_POWER = 0.61
 """By which power of its limit the speed of a GPU's products goes down. An MI300X of 750 W attains
 708 TFLOP/s in bf16 and 1,273 in fp8, an MI325X of 1,000 W, with the same multiprocessors, 843 and
-1,519 (ROCm blogs, measuring-max-achievable-flops-part2, table 1). Of trainings on a V100 it leaves
-0.85 at 0.7 of the limit, where 0.88 and 0.89 were measured, and too much below 0.6 of it
-(ml-energy/zeus 75a8b93, trace/summary_power_v100.csv)."""
+1,519 (ROCm blogs, measuring-max-achievable-flops-part2, table 1). It leaves 0.80 of the products at
+0.7 of the limit and 0.57 at 0.4; whole trainings on a V100, of which products are a part, kept 0.88
+and 0.89, and 0.47 and 0.53 (ml-energy/zeus 75a8b93, trace/summary_power_v100.csv). So it is too
+fast far below the limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ class Composed:
             steps = made.get("accumulation") or 1
             made |= {"micro_batch": part, "accumulation": steps * max(whole // part, 1)}
         gpus, batch, steps = (made.get(name) for name in ("gpus", "global_batch", "accumulation"))
+        self._check_batch(batch, made.get("micro_batch"), steps)
         if gpus and isinstance(batch, int) and not made.get("micro_batch"):
             ranks = max(gpus // self._layer_gpus(), 1) * (steps or 1)
             if batch % ranks:
@@ -154,6 +155,20 @@ class Composed:
                 self.open("micro_batch", f"{why}, {steps or 1} steps")
                 return
             made |= {"micro_batch": batch // ranks, "accumulation": steps or 1}
+
+    def _check_batch(self, batch: Any, micro_batch: Any, steps: Any) -> None:
+        """Refuse a batch of all GPUs that is none of a whole number of replicas."""
+        names = "global_batch", "micro_batch", "accumulation"
+        stated = [self.stated[name] for name in names if name in self.stated]
+        if len(stated) < len(names) or not all(one.key for one in stated):
+            return
+        if all(isinstance(size, int) for size in (batch, micro_batch, steps)):
+            of_replica = micro_batch * steps
+            if batch % of_replica:
+                raise CatalogError(
+                    f"{stated[0].where} is {batch}, no multiple of {of_replica}:"
+                    f" {stated[1].key} {micro_batch} x {stated[2].key} {steps}"
+                )
 
     def _of(self, name: str) -> Any:
         """Its value, converted where it is a number; None where nothing states it."""
@@ -180,6 +195,9 @@ class Composed:
             return int(ranks) * self._layer_gpus()
         if shards := self._of("shards"):
             return int(shards) * int(self._of("replicas") or 1) * self._layer_gpus()
+        if nodes := self._of("nodes"):
+            stated = self.stated["nodes"]
+            self.open("gpus", f"{stated.where} is {nodes}, and no key says the GPUs of a node")
         return None
 
     def _layer_gpus(self) -> int:

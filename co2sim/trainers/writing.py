@@ -24,10 +24,11 @@ from co2sim.training.framework import layers
 
 _NEEDED = (
     *("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora"),
-    "schedule",
+    *("schedule", "quantize_base"),
 )
 """What a trainer has to know, by a key or otherwise."""
-_USUAL = {"strategy": "ddp", "optimizer": "adamw", "recompute": "none", "offload": "none"}
+_USUAL = {"strategy": "ddp", "optimizer": "adamw"}
+_USUAL |= dict.fromkeys(("recompute", "offload", "quantize_base"), "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,15 @@ def launch(question: Question, result: Result) -> Lines | None:
         how.text(dict(_with_others(how, keys.values()))),
         how.file,
         dict(pair for option, pair in keys.items() if not option.startswith(of_model)),
-        tuple(_unwritten(table, stated, keys)),
+        (*_unwritten(table, stated, keys), *_changed(question.overrides, keys)),
     )
+
+
+def _changed(overrides: Mapping[str, str], keys: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers of the model and of the stack that were changed, and that no key says."""
+    for path, text in overrides.items():
+        if path.startswith(("model.", "stack.")) and path not in keys:
+            yield f"{path} {text}"
 
 
 def _with_others(how: Launch, keys: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -137,9 +145,8 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
     together = result.tp * result.cp * result.pp
     for name in MESH:
         value = getattr(question, name)
-        shares = (
-            name == "etp" and min(question.tp, question.ep) > 1
-        )  # some share experts by default
+        # Some share experts by default.
+        shares = name == "etp" and min(question.tp, question.ep) > 1
         if value not in {1, "1f1b"} or value is True or shares:
             yield name, value
     if result.interleave > 1:
@@ -160,6 +167,7 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
     yield "optimizer", question.optimizer if isinstance(question.optimizer, str) else "adamw"
     if question.lora:
         yield "lora", question.lora
+    yield "quantize_base", question.quantize_base
     if result.offload != "none":
         yield "offload", result.offload
     yield "stack", question.chosen_stack

@@ -190,6 +190,51 @@ def test_json_has_the_lines_that_launch_the_choice(tmp_path: Path, cli: Command)
     assert lines in cli(*job)[1]
 
 
+def test_what_is_given_in_place_of_the_file_is_named(tmp_path: Path, cli: Command) -> None:
+    """With both values; what was given as the file has it is not."""
+    path = written(tmp_path, "job.toml", TITAN)
+    job = ("run", "--from", str(path), "-c", "dgx-h100", "-g", "8", "--tp", "2")
+    assert "given instead" not in cli(*job).err
+    last = cli(*job, "--micro-batch", "2", "-s", "ddp").err.splitlines()[-1]
+    assert last == "given instead: micro_batch=2 (not 1), strategy=ddp (not fsdp)"
+
+
+def test_a_batch_is_one_of_whole_replicas(tmp_path: Path) -> None:
+    """Else DeepSpeed refuses it, too; the line names all three keys."""
+    tree = {"train_batch_size": 100, "train_micro_batch_size_per_gpu": 3}
+    tree |= {"gradient_accumulation_steps": 7}
+    path = written(tmp_path, "ds.json", json.dumps(tree))
+    with pytest.raises(CatalogError, match="train_batch_size is 100, no multiple of 21"):
+        read_trainer(path)
+
+
+def test_nodes_alone_leave_the_gpus_open(tmp_path: Path) -> None:
+    """No file says how many a node of the cluster has."""
+    text = "trainer: {num_nodes: 2, devices: auto, strategy: fsdp}\n"
+    reading = read_trainer(written(tmp_path, "lit.yaml", text))
+    with pytest.raises(CatalogError, match="num_nodes is 2, and no key says the GPUs of a node"):
+        reading.question(cluster="dgx-h100", model="gpt2-xl")
+    assert reading.question(cluster="dgx-h100", model="gpt2-xl", gpus=16).gpus == 16
+
+
+def test_what_no_key_says_is_named_beside_the_lines() -> None:
+    """Weights in 4 bits, and numbers of the model and of the stack that were changed."""
+    case = Question(
+        cluster="dgx-h100",
+        model="llama3-8b",
+        strategy="ddp",
+        gpus=8,
+        stack="huggingface",
+        lora=8,
+        quantize_base="nf4",
+        overrides={"model.document": "1024", "model.seq_len": "4096", "stack.graphs": "0.5"},
+    )
+    lines = launch(case, driver.run(case))
+    assert lines
+    assert set(lines.beside) >= {"quantize_base nf4", "model.document 1024", "stack.graphs 0.5"}
+    assert not any("seq_len" in text for text in lines.beside)
+
+
 def test_a_plan_chooses_what_it_varies(tmp_path: Path, cli: Command) -> None:
     """The file says model and stack; how GPUs divide it is found."""
     path = written(tmp_path, "job.toml", TITAN)
