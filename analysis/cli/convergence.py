@@ -18,8 +18,9 @@ from co2sim.common import convert, validation
 from co2sim.common.cli import print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.progress import progress_bar
-from co2sim.common.tables import console
+from co2sim.common.tables import console, print_lines
 from co2sim.prediction.question import OPEN_BATCH, Question
+from co2sim.report.text.launch import aside, launch_row, launch_text, print_launch
 from co2sim.strategies import parse
 
 
@@ -114,6 +115,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         float | None, number("--target", "Also the time until the bound is this small.")
     ] = None,
     gradient_bound: GradientBound = None,
+    launch: options.Launch = False,
     json_: options.Json = False,
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
@@ -121,6 +123,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     --smoothness, --noise and --gap are required, and either folders of runs or --cluster. The best
     tau has the least bound after a time of training. The shortest one that hides its averages,
     which `co2sim run` takes for tau=auto, is named beside it. The batch is that of `co2sim run`.
+    Of a simulation `launch` is what trains so, with the best tau after the longest time.
     """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
 
@@ -131,6 +134,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         "--gpus": batch.get("gpus"),
         "--taus": taus,
         "--set": batch.get("overrides"),
+        "--launch": launch,
     }
     _check_source(runs, of_simulation)
     if target is not None:
@@ -141,7 +145,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     _refuse_missing(values, required, "the bound needs --smoothness, --noise and --gap")
     problem = Setting(workers=1, rounds=1, local_steps=1, inner_step=1.0, **values)
     lengths = [convert.seconds("--times", text) for text in times.split(",")]
-    hides = None
+    hides = case = None
     if cluster is None:
         timings = advice.measured(runs or [])
     else:
@@ -155,10 +159,17 @@ def tau(  # noqa: PLR0913 - one argument per option
             else advice.simulated(case, [convert.whole("--taus", text) for text in taus.split(",")])
         )
     answer = advice.advise(problem, timings, lengths, target, hides)
+    chosen = advice.chosen(case, answer) if case else None
     if json_:
-        print_json(advice.tau_to_dict(answer, gradient_bound))
+        lines = {"launch": launch_text(*chosen)} if launch and chosen else {}
+        print_json(advice.tau_to_dict(answer, gradient_bound) | lines)
         return
-    advice.print_tau(console(), answer, gradient_bound)
+    with aside(launch=launch):
+        advice.print_tau(console(), answer, gradient_bound)
+        for name, text in launch_row(*chosen) if chosen else ():
+            print_lines(console(), f"\n{name}: {text}")
+    if launch and chosen:
+        print_launch([chosen])
 
 
 def _refuse_tau(strategy: str) -> None:

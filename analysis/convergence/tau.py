@@ -18,6 +18,7 @@ from co2sim.prediction import driver
 from co2sim.prediction.choose import choose_batch
 from co2sim.prediction.job import Stage
 from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2, PublishedCO2
 from co2sim.strategies.local import Replica, round_steps
@@ -137,14 +138,28 @@ def hiding(case: Question) -> int | None:
 
 def _simulated(case: Question, tau: int) -> Timing:
     """A round; with delay=auto its averages are used as soon as that hides them."""
-    mine = driver.resolve_auto(with_change(case, "strategy.tau", str(tau)))
-    result, stage = driver.run(mine), mine.stage()
+    mine, result = _run(case, tau)
+    stage = mine.stage()
     source = (
         f"simulated with micro-batch {result.micro_batch} x {result.accumulation} of"
         f" {stage.workload.model.tokens:,} {result.unit}s, recompute {result.recompute}"
     )
     timing = _timing(stage, result.round_time_s, result.exposed_comm_s, source)
     return replace(timing, fits_in_memory=result.fits_in_memory)
+
+
+def _run(case: Question, tau: int) -> tuple[Question, Result]:
+    mine = driver.resolve_auto(with_change(case, "strategy.tau", str(tau)))
+    return mine, driver.run(mine)
+
+
+def chosen(case: Question, advice: "Advice") -> tuple[Question, Result] | None:
+    """The case with the tau of the least bound after the longest time, and its result.
+
+    None where not even one round fits in.
+    """
+    _, choices = max(advice.choices, key=lambda pair: pair[0])
+    return _run(case, best(choices).timing.tau) if choices else None
 
 
 def measured(folders: Sequence[Path]) -> list[Timing]:

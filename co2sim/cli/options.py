@@ -67,7 +67,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Full = Annotated[bool, typer.Option("--full", help="Print all figures, not only the answer.")]
 Launch = Annotated[
     bool,
-    typer.Option("--launch", help="Add the command, or the file, by which the trainer runs it."),
+    typer.Option(
+        "--launch",
+        help="Print the script by which a trainer runs it; the answer goes to the other stream.",
+    ),
 ]
 
 

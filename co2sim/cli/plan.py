@@ -22,7 +22,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report import tables
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
-from co2sim.report.text.launch import print_launch
+from co2sim.report.text.launch import aside, launch_text, print_launch
 from co2sim.report.text.plan import commands, looked, nothing, plain, screen, turning
 from co2sim.report.text.result import print_assumed
 from co2sim.report.text.screen import print_screen
@@ -96,7 +96,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     objective = Objective(**wanted, goal=goal)
     with progress_bar("looking at candidates") as done:
         answer = study.plan(space, objective, engine=who, done=done)
-    _answer(space, answer, report, full=full, as_json=json_)
+    with aside(launch=launch and not json_):
+        _answer(space, answer, report, full=full, as_json=json_, launch=launch)
     if launch and answer.choice and not json_:
         print_launch([(answer.choice.case, answer.choice.result)])
 
@@ -155,7 +156,13 @@ def _want(want: str | None, space: Any, *, spend_it: bool) -> Any:
 
 
 def _answer(
-    space: Space, answer: Recommendation, report: Path | None, *, full: bool, as_json: bool
+    space: Space,
+    answer: Recommendation,
+    report: Path | None,
+    *,
+    full: bool,
+    as_json: bool,
+    launch: bool,
 ) -> None:
     """Say it, with what would change it; exit code 1 where nothing is within the limits."""
     choice = answer.choice
@@ -185,7 +192,8 @@ def _answer(
         )
         output.write_page(report, page(planned))
     if as_json:
-        print_json(plain(space, answer, turns, held))
+        lines = {"launch": launch_text(choice.case, choice.result)} if launch and choice else {}
+        print_json(plain(space, answer, turns, held) | lines)
     else:
         print_screen(
             screen(space, answer, turns), output.more(full=full, files=[report]), whole=full

@@ -25,7 +25,7 @@ from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
 from co2sim.report.text.cases import of_strategies
-from co2sim.report.text.launch import launch_text, print_launch
+from co2sim.report.text.launch import aside, launch_text, print_launch
 from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
@@ -91,22 +91,23 @@ def run(
         more = {"evidence": evidence, "memory": memory, "launch": launch}
         _print_json(cases, results, judged, goal, tokens, **more)
         return
-    print_screen(screen, output.more(full=full, files=[report]), whole=full)
-    if full:
-        print_lines(console(), "")
-        print_details(cases, results, goal, tokens)
-    elif memory:
-        print_lines(console(), "")
-        print_step_memory(results, list(map(StepMemory.of, cases, results)))
+    with aside(launch=launch):
+        print_screen(screen, output.more(full=full, files=[report]), whole=full)
+        if full:
+            print_lines(console(), "")
+            print_details(cases, results, goal, tokens)
+        elif memory:
+            print_lines(console(), "")
+            print_step_memory(results, list(map(StepMemory.of, cases, results)))
+        if evidence:
+            print_lines(console(), "")
+            for case, result in zip(cases, results, strict=True):
+                print_evidence(case, result, named=len(cases) > 1)
+            totals.print_worth(console(), results, goal)
+        if full:
+            print_verdicts([one for one in judged if one])
     if launch:
-        print_launch(zip(cases, results, strict=True))
-    if evidence:
-        print_lines(console(), "")
-        for case, result in zip(cases, results, strict=True):
-            print_evidence(case, result, named=len(cases) > 1)
-        totals.print_worth(console(), results, goal)
-    if full:
-        print_verdicts([one for one in judged if one])
+        print_launch(list(zip(cases, results, strict=True)))
 
 
 def _print_json(

@@ -252,6 +252,8 @@ def python_line(strategy: Any) -> tuple[str | None, str]:
             return None, f"{option}={options[option]} is not trained: {why}"
     if strategy.dtype is DType.FP16:
         return None, "dtype=fp16 is not trained: averages travel as fp32, bf16, int8 or int4"
+    if strategy.inner == "zero1":
+        return None, "inner=zero1 is not trained: in a worker is ddp, zero2, zero3, zeropp or fsdp"
     kept = {"tau": options["tau"]}
     late = {option: options[option] for option in _LATE if option in changed}
     if isinstance(strategy, CO2):

@@ -243,6 +243,13 @@ class Composed:
         base = self._of("strategy")
         if base is None:
             return None
+        try:
+            return self._with_options(str(base))
+        except Co2simError as error:
+            raise CatalogError(f"{self.stated['strategy'].where}: {error}") from error
+
+    def _with_options(self, base: str) -> str:
+        """The strategy with what other keys say of it. Raises OptionError where it cannot be."""
         options = {
             name.removeprefix("strategy."): stated.value
             for name, stated in self.stated.items()
@@ -262,19 +269,18 @@ class Composed:
             gpus = self._gpus()
             shards = shards or (gpus // self._layer_gpus() // int(replicas) if gpus else None)
             options["shard"] = shards
-        name, _, text = base.partition(":")
-        options = dict(part.split("=") for part in text.split(",") if part) | options
+        written = parse(base)
+        name, usual = written.name, type(written)()
+        values = {n: getattr(written, n) for n in _names(written)}
+        options = {n: v for n, v in values.items() if v != getattr(usual, n)} | options
         if (options.get("hpz_group") or 1) > 1:
             options["hpz"] = True
         if name == "zero3" and any(options.get(part) for part in ("qwz", "hpz", "qgz")):
             name = "zeropp"
             options = {"qwz": False, "hpz": False, "qgz": False} | options
-        names = {entry.name for entry in fields(STRATEGIES[name])}
+        names = _names(STRATEGIES[name])
         pairs = [f"{n}={text_of(v)}" for n, v in options.items() if n in names and v is not None]
-        try:
-            return title(parse(f"{name}:{','.join(pairs)}" if pairs else name))
-        except Co2simError as error:
-            raise CatalogError(f"{self.stated['strategy'].where}: {error}") from error
+        return title(parse(f"{name}:{','.join(pairs)}" if pairs else name))
 
     def _chunks(self, model: Any) -> int:
         try:
@@ -288,6 +294,10 @@ class Composed:
                 " have no such chunks"
             )
         return int(count // (stages * chunk))
+
+
+def _names(strategy: Any) -> list[str]:
+    return [entry.name for entry in fields(strategy)]
 
 
 def text_of(value: Any) -> str:

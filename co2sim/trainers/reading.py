@@ -225,7 +225,7 @@ def _table(path: Path, content: Content, trainer: str, among: str) -> Table:
         if trainer not in named:
             raise CatalogError(f"no trainer {trainer!r} is known; {nearest(trainer, named)}")
         return named[trainer]
-    marked = [table for table in tables() if table.marked(names)]
+    marked = [table for table in tables() if table.marked(content.values)]
     if marked:
         return max(marked, key=lambda table: sum(map(table.weighs, names)))
     if among in named:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 _HERE = resources.files("co2sim.trainers")
 
@@ -56,20 +56,27 @@ class Warn:
 class Launch:
     """How a choice for one of the `stacks` with one of the `strategies` (none: all) is written.
 
-    `keys` are written where they state something: into a `file` of a kind, or as flags behind the
-    `command`, with dashes inside if it has `dashes`. A flag that is true has no value where it is
-    `bare`, and one that is false is left out. `beside` a key, or a key with a value, others are
-    written that the trainer wants there; "=" stands for the same value.
+    `keys` are written where they state something: into a `file`, JSON or YAML by its name, or as
+    flags behind the `command`, with dashes inside if it has `dashes`. A flag that is true has no
+    value where it is `bare`, and one that is false is left out. `beside` a key, or a key with a
+    value, others are written that the trainer wants there; "=" stands for the same value. The
+    variable `sites` holds the number of sites where there are several.
     """
 
-    stacks: Sequence[str]
     command: str
     keys: Sequence[str]
+    stacks: Sequence[str] = ()
     strategies: Sequence[str] = ()
-    file: Literal["json", "yaml", ""] = ""
+    file: str = ""
+    sites: str = ""
     dashes: bool = False
     bare: bool = True
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def has(self, stack: Any, strategy: str) -> bool:
+        """Whether it writes this choice."""
+        of_stack = stack in self.stacks or not self.stacks
+        return of_stack and (strategy in self.strategies or not self.strategies)
 
     def flag(self, key: str, value: Any) -> str:
         """A key and its value, as words of a command line; empty where that says nothing."""
@@ -89,7 +96,7 @@ class Launch:
             for head in heads:
                 node = node.setdefault(head, {})
             node[last] = value
-        if self.file == "json":
+        if self.file.endswith(".json"):
             return json.dumps(tree, indent=2)
         import yaml  # noqa: PLC0415 - only where one is written
 
@@ -100,11 +107,11 @@ class Launch:
 class Table:
     """A trainer: its name, its stack, and its keys.
 
-    `marks` are keys of which a file of it has one at least. `prefixes` may stand before any key.
-    `defaults` are options that it has where no key says another, `script` those of its flags, and
-    `pipeline` those where there are stages of one. `includes` are keys that name another file,
-    which is in one of `places` of a folder above; where it is not, an option that the key `opens`
-    has to be given. A table that `extends` another one has its keys, too.
+    `marks` are keys, or keys=values, of which a file of it has one at least. `prefixes` may stand
+    before any key. `defaults` are options that it has where no key says another, `script` those of
+    its flags, and `pipeline` those where there are stages of one. `includes` are keys that name
+    another file, which is in one of `places` of a folder above; where it is not, an option that the
+    key `opens` has to be given. A table that `extends` another one has its keys, too.
     """
 
     name: str
@@ -148,10 +155,14 @@ class Table:
         """How much a key speaks for this trainer: most where the table takes it."""
         return 4 if self._has(self.key(name)) else int(self.knows(name))
 
-    def marked(self, names: Sequence[str]) -> bool:
+    def marked(self, values: Mapping[str, Any]) -> bool:
         """Whether these may be the keys of a file of it."""
-        keys = [self.key(name) for name in names]
-        return any(fnmatchcase(key, mark) for key in keys for mark in self.marks)
+        keys = {self.key(name): value for name, value in values.items()}
+        return any(
+            fnmatchcase(key, mark) or f"{key}={value}" == mark
+            for key, value in keys.items()
+            for mark in self.marks
+        )
 
 
 @cache

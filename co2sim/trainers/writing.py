@@ -13,8 +13,9 @@ from co2sim.catalog.facts import key_of, plain, read
 from co2sim.models.operators import NARROW
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
+from co2sim.prediction.verdict import python_line
 from co2sim.schedule.mesh import MESH
-from co2sim.strategies import Strategy, parse
+from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.step import title
 from co2sim.strategies.zeropp import ZeroPP
@@ -24,18 +25,19 @@ from co2sim.training.framework import layers
 
 _NEEDED = (
     *("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora"),
-    *("schedule", "quantize_base"),
+    *("schedule", "quantize_base", "tp", "cp", "pp", "ep", "accumulation"),
 )
 """What a trainer has to know, by a key or otherwise."""
-_USUAL = {"strategy": "ddp", "optimizer": "adamw"}
+_USUAL: dict[str, Any] = {"strategy": "ddp", "optimizer": "adamw", "accumulation": 1}
 _USUAL |= dict.fromkeys(("recompute", "offload", "quantize_base"), "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What launches a choice: a `command` with the `text` of its flags or of its file.
+    """What launches a choice: a `command` with the `text` of its flags, or of its `file`.
 
     `chosen` are the keys but for those of the model, by name, and `beside` is what no key says.
+    `python` is the line that trains so in any loop, by a local-update method.
     """
 
     trainer: str
@@ -44,31 +46,29 @@ class Lines:
     file: str
     chosen: Mapping[str, Any]
     beside: tuple[str, ...]
+    python: str = ""
 
     def __str__(self) -> str:
-        """The whole command, a flag a line, or the file and the command that reads it."""
-        notes = [f"# not in it: {', '.join(self.beside)}"] if self.beside else []
+        """A script of a shell: the file, if there is one, and the command, a flag a line."""
+        notes = [f"# in your loop, by realrun.algorithms: {self.python}"] if self.python else []
+        notes += [f"# not in it: {', '.join(self.beside)}"] if self.beside else []
         if self.file:
-            return "\n".join([f"# the .{self.file} file", self.text, *notes, self.command])
+            file = f"cat > {self.file} <<'EOF'\n{self.text}\nEOF"
+            return "\n".join([file, *notes, self.command])
         return "\n".join([*notes, " \\\n  ".join([self.command, *self.text.splitlines()])])
 
 
 def launch(question: Question, result: Result) -> Lines | None:
-    """What launches the choice of a result; None where its stack is of no trainer with a table.
-
-    `question` has numbers for all that was open.
-    """
-    strategy, stack = question.parsed, question.chosen_stack
-    fitting = (
-        (table, table.launch)
-        for table in tables()
-        if table.launch
-        and stack in table.launch.stacks
-        and (not table.launch.strategies or strategy.name in table.launch.strategies)
-    )
-    table, how = next(fitting, (None, None))
+    """What launches the choice of a result; None where no trainer with a table has it."""
+    table, how = _fitting(question)
     if table is None or how is None:
         return None
+    strategy, python = question.parsed, ""
+    if isinstance(strategy, LocalSteps):
+        strategy = parse(result.strategy)  # with the numbers that were open
+        python = python_line(strategy)[0] or ""
+        if not python:
+            return None
     stated = dict(_stated(question, result, strategy))
     takes = {key: table.take[key] for key in how.keys}
     stated |= _divided(stated, {take.option for take in takes.values()})
@@ -79,15 +79,33 @@ def launch(question: Question, result: Result) -> Lines | None:
         if text is not None and take.option not in keys:
             keys[take.option] = key, text
     of_model = ("dim.", "model", "size")
-    places = {"nodes": result.nodes, "gpus_per_node": stated["gpus_per_node"]}
     return Lines(
         table.title,
-        how.command.format(**places),
+        _command(how, question, result),
         how.text(dict(_with_others(how, keys.values()))),
         how.file,
         dict(pair for option, pair in keys.items() if not option.startswith(of_model)),
         (*_unwritten(table, stated, keys), *_changed(question.overrides, keys)),
+        python,
     )
+
+
+def _fitting(question: Question) -> tuple[Table, Launch] | tuple[None, None]:
+    """The first trainer of the stack that has the strategy."""
+    strategy, stack = question.parsed.name, question.chosen_stack
+    for table in tables():
+        how = table.launch
+        if how and how.has(stack, strategy):
+            return table, how
+    return None, None
+
+
+def _command(how: Launch, question: Question, result: Result) -> str:
+    """What starts it on the GPUs of the choice."""
+    cluster = question.load()[0].value.resized(result.gpus)
+    places = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    sites = f"{how.sites}={cluster.sites} " if how.sites and cluster.sites > 1 else ""
+    return sites + how.command.format(**places, backend=cluster.backend)
 
 
 def _changed(overrides: Mapping[str, str], keys: Mapping[str, Any]) -> Iterator[str]:
@@ -126,8 +144,10 @@ def _divided(stated: Mapping[str, Any], options: Collection[str]) -> dict[str, A
 def _unwritten(table: Table, stated: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:
     """What a trainer has to know that no key says, unless it does that anyway."""
     usual = {**_USUAL, **table.defaults}
+    said = {*keys, *(["model"] if "dim.layers" in keys else [])}
+    said |= {"accumulation"} if {"micro_batch", "global_batch"} <= said else set()
     for name in _NEEDED:
-        if name in stated and name not in keys and not (name == "model" and "dim.layers" in keys):
+        if name in stated and name not in said:
             value = stated[name]
             is_same = (
                 value.name == parse(usual[name]).name
@@ -171,7 +191,7 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
     if result.offload != "none":
         yield "offload", result.offload
     yield "stack", question.chosen_stack
-    yield "stack.overlap", stack.overlap and strategy.name == "zero1"
+    yield "stack.overlap", stack.overlap and strategy.name in {"ddp", "zero1"}
     yield "stack.overlap_tensor", stack.overlap_tensor and result.tp > 1
     yield from _of_strategy(strategy, result, cluster.value.gpus_per_node)
     yield from _of_model(question.model)
@@ -183,7 +203,8 @@ def _of_strategy(
     yield "strategy", strategy
     ranks = result.gpus // (result.tp * result.cp * result.pp)
     if isinstance(strategy, FSDP):
-        shard = gpus_per_node if strategy.shard == "node" else strategy.shard or ranks
+        in_node = min(gpus_per_node, result.gpus // result.pp) // (result.tp * result.cp)
+        shard = max(in_node, 1) if strategy.shard == "node" else strategy.shard or ranks
         yield "replicas", ranks // shard
         yield "shards", shard
         yield "strategy.reshard_after_forward", strategy.reshard_after_forward
@@ -239,7 +260,7 @@ def _of_model(model: Any) -> Iterator[tuple[str, Any]]:
 def _text(take: Take, value: Any) -> Any:
     """What a key has to be, to say this; None: it cannot."""
     if take.option == "strategy":
-        return _of_strategies(take, value)
+        return _of_strategies(take, value) if take.values or take.value else title(value)
     if take.values:
         texts = (text for text, become in take.values.items() if become == value)
         text = next(texts, None)

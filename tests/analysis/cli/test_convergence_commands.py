@@ -374,6 +374,20 @@ def test_tau_answers_one_question_as_run_does(co2analysis: Command, cli: Command
     assert one["late"]["steps"] == 3
 
 
+def test_tau_launches_its_choice(co2analysis: Command) -> None:
+    """A row of flags; the script of `realrun train` alone with --launch, and in JSON."""
+    case = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "slowmo", "--taus", "4,8")
+    words = (*TAU, *case, "--times", "10 h, 1 h")
+    found = answer(co2analysis, *words, "--launch")
+    (ten, _) = found["after"]  # type: ignore[misc]
+    flags = f"--strategy 'slowmo(tau={ten['best_tau']})' \\\n  --batch"
+    assert flags in found["launch"]  # type: ignore[operator]
+    _, row, _ = co2analysis(*words)
+    assert f"\nlaunch: realrun train: strategy=slowmo(tau={ten['best_tau']}), batch=" in row
+    _, script, rest = co2analysis(*words, "--launch")
+    assert (script.rstrip("\n"), "least bound" in rest) == (found["launch"], True)
+
+
 def test_the_search_for_tau_doubles_while_the_longest_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -176,7 +176,11 @@ def test_the_line_names_the_algorithm_and_what_is_not_its_default(strategy: str,
 
 
 @pytest.mark.parametrize(
-    "strategy", ["local_sgd:dtype=fp16", "co2.published:worker=node,average=leader"]
+    "strategy",
+    [
+        *("local_sgd:dtype=fp16", "co2.published:worker=node,average=leader"),
+        "slowmo:worker=node,inner=zero1",
+    ],
 )
 def test_what_nothing_trains_has_a_reason_and_no_line(strategy: str) -> None:
     """Options of the simulator alone."""

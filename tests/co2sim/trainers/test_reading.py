@@ -2,21 +2,30 @@
 
 import json
 import math
+import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from commands import Command
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from co2sim.catalog import Contents
-from co2sim.common.errors import CatalogError
+from co2sim.common.errors import CatalogError, OptionError
 from co2sim.prediction import driver
 from co2sim.prediction.question import Question
+from co2sim.report.text.launch import launch_text
+from co2sim.schedule.schedule import Layout
+from co2sim.strategies import parse
 from co2sim.trainers import files, shell
 from co2sim.trainers.reading import read_trainer
 from co2sim.trainers.tables import LAUNCHERS, tables
 from co2sim.trainers.writing import launch
+from realrun.cli.app import app
+from realrun.train.settings import TrainSettings, check
 
 TITAN = """
 [model]
@@ -364,9 +373,9 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
     result = driver.run(case)
     lines = launch(case, result)
     assert lines
-    path = folder / f"{stack}.{lines.file or 'sh'}"
-    path.write_text(lines.text if lines.file else str(lines))
-    more = {} if lines.file != "json" else {"gpus": 16, "recompute": case.recompute}
+    path = folder / f"{stack}.sh"
+    path.write_text(str(lines))
+    more = {"recompute": case.recompute} if lines.file.endswith(".json") else {}
     model = {} if "model" in read_trainer(path).options else {"model": "llama3-8b"}
     again = read_trainer(path).question(cluster="dgx-h100", **model, **more)
     assert (again.stack, again.parsed.name) == (stack, case.parsed.name)
@@ -376,6 +385,102 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
     other = driver.run(again)
     assert other.accumulation == steps
     assert math.isclose(other.step_time_s, result.step_time_s, rel_tol=0.02)
+
+
+def test_a_script_writes_its_file_and_starts_what_reads_it(tmp_path: Path, cli: Command) -> None:
+    """All that is printed is one script: saved, it runs in a shell, and is a question."""
+    job = ("-c", "dgx-h100", "-m", "llama3-8b")
+    asked = ("-s", "zero2", "-g", "16", "--stack", "huggingface", "--recompute", "none")
+    _, out, err = cli("run", *job, *asked, "--launch")
+    assert "zero2 on 16 GPUs trains" in err
+    path = written(tmp_path, "launch.sh", out)
+    written(tmp_path, "deepspeed", '#!/bin/sh\necho "$@" > words\n').chmod(0o755)
+    where = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["/bin/sh", "-eu", str(path)], cwd=tmp_path, env=where, check=True)
+    tree = json.loads((tmp_path / "ds_config.json").read_text())
+    assert tree["zero_optimization"]["stage"] == 2
+    words = (tmp_path / "words").read_text()
+    assert words == "--num_nodes 2 --num_gpus 8 train.py --deepspeed ds_config.json\n"
+    (tmp_path / "ds_config.json").unlink()
+    first, again = (
+        json.loads(cli("run", *job, *some, "--json")[1]) for some in (asked, ("--from", str(path)))
+    )
+    assert first["tokens_per_s"] == again["tokens_per_s"]
+
+
+def test_a_plan_has_its_script_in_json(cli: Command) -> None:
+    """That of the choice."""
+    job = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "8", "--tokens", "1e9", "-s", "slowmo")
+    answer = json.loads(cli("plan", *job, "--launch", "--json")[1])
+    assert "-m realrun train" in answer["launch"]
+
+
+def of_realrun(script: str) -> dict[str, Any]:
+    """What the command line of realrun reads of the command of a script."""
+    words = shlex.split(script.replace("\\\n", ""), comments=True)
+    command: Any = typer.main.get_command(app)
+    where = words.index("train")
+    assert words[where - 2 : where] == ["-m", "realrun"]
+    return command.commands["train"].make_context("train", words[where + 1 :]).params
+
+
+TAUS, FEW, KEEP = st.integers(1, 64), st.integers(1, 3), st.sampled_from(("0.5", "1"))
+LOCAL = st.one_of(
+    st.builds("local_sgd:tau={}".format, TAUS),
+    st.builds("overlap_local_sgd:tau={}".format, TAUS),
+    st.builds("slowmo:tau={}".format, TAUS),
+    st.builds("diloco:tau={},fragments={},delay={}".format, TAUS, FEW, FEW),
+    st.builds("co2:tau={},delay={},keep={}".format, TAUS, FEW, KEEP),
+    st.builds("co2:preview=true,keep={},fragments={}".format, KEEP, FEW),
+    st.builds("co2.published:tau={},staleness={}".format, TAUS, FEW),
+)
+WORKER = st.sampled_from(
+    [
+        *("", ",worker=node", ",worker=node,inner=ddp", ",worker=node,inner=zeropp"),
+        *(",worker=node,inner=fsdp", ",worker=node,inner=zero1", ",worker=node,dtype=bf16"),
+        *(",dtype=int8", ",dtype=fp16", ",average=leader,worker=node"),
+    ]
+)
+
+
+@given(LOCAL, WORKER)
+def test_realrun_reads_the_method_that_was_written(text: str, worker: str) -> None:
+    """With its numbers, batch and optimizer; or it would refuse it, and nothing is written."""
+    try:
+        case = Question(cluster="a100-tcp80", model="gpt2-small", strategy=text + worker, gpus=16)
+        result = driver.run(case)
+    except OptionError:  # such as a delay beyond tau, which no question has
+        reject()
+    lines = launch(case, result)
+    if lines is None:
+        made = TrainSettings(strategy=result.strategy, batch=16)
+        with pytest.raises(OptionError, match="cannot be trained with"):
+            check(made, Layout(2, 8))
+        return
+    said = of_realrun(str(lines))
+    names = ("strategy", "batch", "optimizer")
+    made = TrainSettings(**{name: said[name] for name in names})
+    check(made, Layout(2, 8))
+    assert made.parsed == parse(result.strategy)
+    assert (made.batch, made.optimizer) == (result.global_batch, "adamw")
+    assert said["backend"] == "nccl"
+    assert set(lines.beside) >= {"model gpt2-small", "precision bf16"}
+
+
+def test_a_local_method_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """From the script, by us: method, batch and GPUs."""
+    case = Question(
+        cluster="two-sites-wan", model="gpt2-small", strategy="co2:worker=site", gpus=64,
+        micro_batch=4, stack="torchtitan-eager", precision="bf16",
+    )  # fmt: skip
+    result = driver.run(case)
+    script = launch_text(case, result)
+    assert "REALRUN_SITES=2 torchrun" in script
+    reading = read_trainer(written(tmp_path, "launch.sh", script))
+    more = {"cluster": case.cluster, "model": case.model, "precision": "bf16"}
+    again = driver.run(reading.question(**more))
+    assert (again.strategy, again.gpus) == (result.strategy, 64)
+    assert again.step_time_s == result.step_time_s
 
 
 FOLDER = Path()

@@ -1,0 +1,1 @@
+python -m realrun train --nproc 4 --strategy ddp --batch 32 --evaluate after
