@@ -178,6 +178,7 @@ def _from_files(
     }
     has = {option.name for option in context.command.params}.difference(but)
     values = {n: [value] if n in several else value for n, value in options.items() if n in has}
+    context.meta[_READ] = reading.trainer
     values |= {n: partial(reading.refuse_unset, set(reading.unset) - {n}) for n in reading.unset}
     context.default_map = {**(context.default_map or {}), **values}
     chosen = [f"{name}={options[name]}" for name in options if name not in has]
@@ -187,6 +188,12 @@ def _from_files(
 
 
 _FROM = "from_"
+_READ = "co2sim.trainer"
+
+
+def trainer_read(context: typer.Context) -> str:
+    """The trainer whose files are the question; empty where there are none."""
+    return str(context.meta.get(_READ, ""))
 
 
 def _from_option(but: Collection[str], flag: str) -> Parameter:

@@ -96,10 +96,13 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     objective = Objective(**wanted, goal=goal)
     with progress_bar("looking at candidates") as done:
         answer = study.plan(space, objective, engine=who, done=done)
+    trainer = options.trainer_read(context)
+    chosen = [(answer.choice.case, answer.choice.result)] if launch and answer.choice else []
+    script = {"launch": launch_text(*chosen[0], trainer)} if chosen else {}
     with aside(launch=launch and not json_):
-        _answer(space, answer, report, full=full, as_json=json_, launch=launch)
-    if launch and answer.choice and not json_:
-        print_launch([(answer.choice.case, answer.choice.result)])
+        _answer(space, answer, report, trainer, script, full=full, as_json=json_)
+    if not json_:
+        print_launch(chosen, trainer)
 
 
 def _stacks(job: Question) -> dict[str, Any]:
@@ -159,10 +162,11 @@ def _answer(
     space: Space,
     answer: Recommendation,
     report: Path | None,
+    trainer: str,
+    script: Mapping[str, str],
     *,
     full: bool,
     as_json: bool,
-    launch: bool,
 ) -> None:
     """Say it, with what would change it; exit code 1 where nothing is within the limits."""
     choice = answer.choice
@@ -192,11 +196,12 @@ def _answer(
         )
         output.write_page(report, page(planned))
     if as_json:
-        lines = {"launch": launch_text(choice.case, choice.result)} if launch and choice else {}
-        print_json(plain(space, answer, turns, held) | lines)
+        print_json({**plain(space, answer, turns, held, trainer), **script})
     else:
         print_screen(
-            screen(space, answer, turns), output.more(full=full, files=[report]), whole=full
+            screen(space, answer, turns, trainer),
+            output.more(full=full, files=[report]),
+            whole=full,
         )
         if full:
             print_lines(console(), "")

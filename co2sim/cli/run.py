@@ -51,7 +51,8 @@ def _with_numbers(case: Question) -> Question:
 
 @options.open_cases
 @options.goal_options
-def run(
+def run(  # noqa: PLR0913 - one argument per option
+    context: typer.Context,
     cases: list[Question],
     goal: Goal,
     *,
@@ -82,14 +83,17 @@ def run(
     check("--report", report)
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
-    screen = of_strategies(cases, results, goal, tokens, judged)
+    trainer = options.trainer_read(context)
+    screen = of_strategies(cases, results, goal, tokens, judged, trainer)
     if report:
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
         study = output.study(**about, screen=screen, comparisons=(), verdicts=judged)
         write_atomically({report: output.study_page(study)})
     if json_:
-        more = {"evidence": evidence, "memory": memory, "launch": launch}
-        _print_json(cases, results, judged, goal, tokens, **more)
+        more = {"evidence": evidence, "memory": memory}
+        _print_json(
+            cases, results, judged, goal, tokens, **more, launch=trainer if launch else None
+        )
         return
     with aside(launch=launch):
         print_screen(screen, output.more(full=full, files=[report]), whole=full)
@@ -107,7 +111,7 @@ def run(
         if full:
             print_verdicts([one for one in judged if one])
     if launch:
-        print_launch(list(zip(cases, results, strict=True)))
+        print_launch(list(zip(cases, results, strict=True)), trainer)
 
 
 def _print_json(
@@ -119,14 +123,15 @@ def _print_json(
     *,
     evidence: bool,
     memory: bool,
-    launch: bool,
+    launch: str | None,
 ) -> None:
+    """JSON; `launch` is the trainer whose file asks, None where no script is wanted."""
     answers = [
         result_to_dict(case, result, goal, tokens)
         | ({"verdict": asdict(verdict)} if verdict else {})
         | ({"step_memory": StepMemory.of(case, result).to_dict()} if memory else {})
         | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
-        | ({"launch": launch_text(case, result)} if launch else {})
+        | ({} if launch is None else {"launch": launch_text(case, result, launch)})
         for case, result, verdict in zip(cases, results, judged, strict=True)
     ]
     print_json(answers[0] if len(answers) == 1 else answers)

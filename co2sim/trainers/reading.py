@@ -173,10 +173,14 @@ def _with_included(paths: Sequence[Path], trainer: str) -> list[_Part]:
     return parts
 
 
-def _named(path: Path, content: Content) -> Iterator[tuple[Path, None]]:
-    """Files of configuration that a script hands on, if they are here."""
-    names = (place(path, name, ("",)) for name in content.named)
-    yield from ((other, None) for other in names if other)
+def _named(path: Path, content: Content) -> Iterator[tuple[Path, str | None]]:
+    """Files of configuration that a script hands on, if they are here, or if it writes them."""
+    written = (value for value in content.values.values() if isinstance(value, str))
+    for name in (*content.named, *filter(content.written.__contains__, written)):
+        if name in content.written:
+            yield path.parent / Path(name).name, content.written[name]
+        elif other := place(path, name, ("",)):
+            yield other, None
 
 
 def _included(

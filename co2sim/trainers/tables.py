@@ -60,7 +60,8 @@ class Launch:
     flags behind the `command`, with dashes inside if it has `dashes`. A flag that is true has no
     value where it is `bare`, and one that is false is left out. `beside` a key, or a key with a
     value, others are written that the trainer wants there; "=" stands for the same value. The
-    variable `sites` holds the number of sites where there are several.
+    variable `sites` holds the number of sites where there are several. One that is `answering` is
+    written only where a file of its trainer asks.
     """
 
     command: str
@@ -69,6 +70,7 @@ class Launch:
     strategies: Sequence[str] = ()
     file: str = ""
     sites: str = ""
+    answering: bool = False
     dashes: bool = False
     bare: bool = True
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -4,8 +4,8 @@ They are the table of a trainer the other way round: keys that are written state
 value. What was written is read as the same job.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from co2sim.catalog import Contents, names
@@ -24,11 +24,11 @@ from co2sim.trainers.tables import Launch, Table, Take, tables
 from co2sim.training.framework import layers
 
 _NEEDED = (
-    *("model", "strategy", "recompute", "precision", "narrow", "optimizer", "offload", "lora"),
+    *("model", "recompute", "precision", "narrow", "optimizer", "offload", "lora"),
     *("schedule", "quantize_base", "tp", "cp", "pp", "ep", "accumulation"),
 )
 """What a trainer has to know, by a key or otherwise."""
-_USUAL: dict[str, Any] = {"strategy": "ddp", "optimizer": "adamw", "accumulation": 1}
+_USUAL: dict[str, Any] = {"optimizer": "adamw", "accumulation": 1}
 _USUAL |= dict.fromkeys(("recompute", "offload", "quantize_base"), "none")
 
 
@@ -58,9 +58,12 @@ class Lines:
         return "\n".join([*notes, " \\\n  ".join([self.command, *self.text.splitlines()])])
 
 
-def launch(question: Question, result: Result) -> Lines | None:
-    """What launches the choice of a result; None where no trainer with a table has it."""
-    table, how = _fitting(question)
+def launch(question: Question, result: Result, trainer: str = "") -> Lines | None:
+    """What launches the choice of a result; None where no trainer with a table has it.
+
+    `trainer` is that of the files that ask (`Reading.trainer`): it is the first to be written.
+    """
+    table, how = _fitting(question, trainer.split(" with "))
     if table is None or how is None:
         return None
     strategy, python = question.parsed, ""
@@ -90,12 +93,13 @@ def launch(question: Question, result: Result) -> Lines | None:
     )
 
 
-def _fitting(question: Question) -> tuple[Table, Launch] | tuple[None, None]:
-    """The first trainer of the stack that has the strategy."""
+def _fitting(question: Question, asking: Sequence[str]) -> tuple[Table, Launch] | tuple[None, None]:
+    """The first trainer of the stack that has the strategy: of those that ask, else of all."""
     strategy, stack = question.parsed.name, question.chosen_stack
-    for table in tables():
+    titled = {table.title: table for table in tables()}
+    for table in (*(titled[name] for name in asking if name in titled), *tables()):
         how = table.launch
-        if how and how.has(stack, strategy):
+        if how and how.has(stack, strategy) and (table.title in asking or not how.answering):
             return table, how
     return None, None
 
@@ -146,16 +150,34 @@ def _unwritten(table: Table, stated: Mapping[str, Any], keys: Mapping[str, Any])
     usual = {**_USUAL, **table.defaults}
     said = {*keys, *(["model"] if "dim.layers" in keys else [])}
     said |= {"accumulation"} if {"micro_batch", "global_batch"} <= said else set()
+    yield from _unwritten_strategy(table, stated["strategy"], keys)
     for name in _NEEDED:
-        if name in stated and name not in said:
-            value = stated[name]
-            is_same = (
-                value.name == parse(usual[name]).name
-                if name == "strategy"
-                else value == usual.get(name)
-            )
-            if not is_same:
-                yield f"{name} {title(value) if name == 'strategy' else value}"
+        if name in stated and name not in said and stated[name] != usual.get(name):
+            yield f"{name} {stated[name]}"
+
+
+def _unwritten_strategy(
+    table: Table, strategy: Any, keys: Mapping[str, tuple[str, Any]]
+) -> Iterator[str]:
+    """The strategy, or options of it, that neither its key nor another one says."""
+    base = "fsdp" if "fsdp_version" in keys else table.defaults.get("strategy", "ddp")
+    if "strategy" in keys:
+        key, text = keys["strategy"]
+        take = table.take[key]
+        base = take.value or take.by_text.get(str(text).lower()) or text
+    made: Any = parse(base)
+    if made.name == strategy.name:
+        for name, value in _changes(strategy, made):
+            if not {f"strategy.{name}", *_SAID_BY.get(name, ())} & keys.keys():
+                yield f"{name}={value} of {strategy.name}"
+    elif not _BY_OTHERS.get(strategy.name, set()) & keys.keys():
+        yield f"strategy {title(strategy)}"
+
+
+_SAID_BY = {"shard": {"shards", "replicas"}, "version": {"fsdp_version"}}
+"""Options of keys that say those of a strategy."""
+_BY_OTHERS = {"ddp": {"shards"}, "zeropp": {"strategy.qwz"}}
+"""Options of keys that make another strategy this one."""
 
 
 def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[tuple[str, Any]]:
@@ -172,6 +194,7 @@ def _stated(question: Question, result: Result, strategy: Strategy) -> Iterator[
     if result.interleave > 1:
         each = len(layers(model.value.blocks)) // (result.pp * result.interleave)
         yield "chunk_layers", each
+    yield "nodes", result.nodes
     yield "gpus_per_node", min(result.gpus, cluster.value.gpus_per_node)
     yield "data_parallel", result.gpus // together
     yield "micro_batch", result.micro_batch
@@ -203,6 +226,7 @@ def _of_strategy(
     yield "strategy", strategy
     ranks = result.gpus // (result.tp * result.cp * result.pp)
     if isinstance(strategy, FSDP):
+        yield "fsdp_version", strategy.version
         in_node = min(gpus_per_node, result.gpus // result.pp) // (result.tp * result.cp)
         shard = max(in_node, 1) if strategy.shard == "node" else strategy.shard or ranks
         yield "replicas", ranks // shard
@@ -271,10 +295,21 @@ def _text(take: Take, value: Any) -> Any:
 
 
 def _of_strategies(take: Take, strategy: Strategy) -> Any:
-    """By the value that is most like it: the same with all options, or at least of its name."""
+    """By the value that is most like it: of its name, with the fewest other options."""
     texts: dict[Any, Any] = dict(take.values) or {True: take.value}
-    made = {text: parse(become) for text, become in texts.items() if become}
-    same = [text for text, made_of in made.items() if title(made_of) == title(strategy)]
-    alike = [text for text, made_of in made.items() if made_of.name == strategy.name]
-    text = next(iter(same or alike), None)
+    name = "zero3" if isinstance(strategy, ZeroPP) else strategy.name  # with keys of its own
+    alike = {
+        text: len(list(_changes(strategy, made)))
+        for text, become in texts.items()
+        if become and (made := parse(become)).name == name
+    }
+    text = min(alike, key=lambda text: alike[text], default=None)
     return text if text is None or text is True else typed(text)
+
+
+def _changes(strategy: Any, other: Any) -> Iterator[tuple[str, Any]]:
+    """Options of a strategy that another one of its name has not so."""
+    for option in fields(other):
+        value = getattr(strategy, option.name)
+        if value != getattr(other, option.name):
+            yield option.name, value

@@ -114,7 +114,11 @@ def marked(name: str, *results: Result) -> str:
 
 
 def of_one(
-    entry: Simulated, goal: Goal = NO_GOAL, tokens: float | None = None, verdict: str = ""
+    entry: Simulated,
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
+    verdict: str = "",
+    trainer: str = "",
 ) -> Screen:
     """The screen of one case; `verdict` is what is said of a local-update method."""
     r = entry.result
@@ -130,7 +134,7 @@ def of_one(
         ("counted", counted_row([entry], learns=bool(verdict or learning_row([entry], goal)))),
         *shared_rows(entry, [entry]),
         *(("note", note) for note in _own_notes(r)),
-        *launch_row(entry.case, r),
+        *launch_row(entry.case, r, trainer),
     ]
     return Screen(answer=answer, rows=rows)
 

@@ -24,10 +24,11 @@ def of_strategies(
     goal: Goal = NO_GOAL,
     tokens: float | None = None,
     judged: Sequence[Verdict | None] = (),
+    trainer: str = "",
 ) -> Screen:
     """The answer of one strategy, or of several on the same GPUs, the fastest first.
 
-    `judged` are verdicts on the cases.
+    `judged` are verdicts on the cases. `trainer` is the one whose file asks; see `launch`.
     """
     trained = totals.totals_for(cases, results, tokens, goal)
     asked = [strategy_title(case.strategy) for case in cases]
@@ -40,7 +41,7 @@ def of_strategies(
     verdict = {entry.name: str(one) for entry, one in zip(entries, judged, strict=False) if one}
     if len(entries) == 1:
         said = verdict.get(entries[0].name, "")
-        return answer.of_one(entries[0], goal, tokens, said)
+        return answer.of_one(entries[0], goal, tokens, said, trainer)
     entries.sort(key=answer.pace, reverse=True)
     first = entries[0].result
     job = f"{answer.job(first, tokens)} on {counted(first.gpus, 'GPU')}"

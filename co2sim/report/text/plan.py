@@ -33,8 +33,13 @@ from co2sim.studies.plan import Recommendation, limits_of
 from co2sim.studies.sensitivity import RUNNER_UP, BreakEven, Sensitivity
 
 
-def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> Screen:
-    """The first screen: what to take, what else there is, and what rests on what."""
+def screen(
+    space: Space, answer: Recommendation, turns: Sequence[BreakEven], trainer: str = ""
+) -> Screen:
+    """The first screen: what to take, what else there is, and what rests on what.
+
+    `trainer` is the one whose file asks; see `launch`.
+    """
     choice = answer.choice
     if choice is None:
         return _without(space, answer)
@@ -69,7 +74,7 @@ def screen(space: Space, answer: Recommendation, turns: Sequence[BreakEven]) -> 
             *([("cost", bill)] if bill else []),
             *shared_rows(entry, [entry]),
             ("batch", batch_row([choice.result])),
-            *launch_row(choice.case, choice.result),
+            *launch_row(choice.case, choice.result, trainer),
             (
                 "tried",
                 f"{answer.candidates:,} ways, {answer.simulated:,} simulated{_sizes(answer)}",
@@ -365,9 +370,10 @@ def plain(
     answer: Recommendation,
     turns: Sequence[BreakEven],
     held: Sequence[Sensitivity],
+    trainer: str = "",
 ) -> dict[str, Any]:
     """As plain values for JSON; `answer` has the sentences and the lines of the first screen."""
-    choice, said = answer.choice, screen(space, answer, turns)
+    choice, said = answer.choice, screen(space, answer, turns, trainer)
     return {
         "answer": [*said.answer, *(f"{name}: {text}" for name, text in said.rows)],
         "want": answer.wanted.want,

@@ -383,7 +383,7 @@ def test_tau_launches_its_choice(co2analysis: Command) -> None:
     flags = f"--strategy 'slowmo(tau={ten['best_tau']})' \\\n  --batch"
     assert flags in found["launch"]  # type: ignore[operator]
     _, row, _ = co2analysis(*words)
-    assert f"\nlaunch: realrun train: strategy=slowmo(tau={ten['best_tau']}), batch=" in row
+    assert f"\nlaunch: for realrun train: strategy=slowmo(tau={ten['best_tau']}), batch=" in row
     _, script, rest = co2analysis(*words, "--launch")
     assert (script.rstrip("\n"), "least bound" in rest) == (found["launch"], True)
 

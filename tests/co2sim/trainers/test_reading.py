@@ -339,17 +339,22 @@ JOBS = {
     "torchtitan-eager": ("fsdp",),
     "megatron-core": ("ddp", "zero1"),
     "nanotron": ("ddp", "zero1"),
-    "huggingface": ("ddp", "fsdp(version=1)", "zero2", "zero3"),
+    "huggingface": ("ddp", "fsdp(version=1)", "zero2", "zero3", "zeropp", "zeropp(hpz=false)"),
+    "Lightning": ("ddp", "fsdp(version=1)", "zero1", "zero2", "zero3"),
+    "axolotl": ("fsdp", "fsdp(shard=node)", "fsdp(version=1)"),
 }
+ASKING = {"Lightning": "torchtitan-eager", "axolotl": "huggingface"}
+"""Stacks of trainers that are written where they ask."""
 
 
 @given(st.data())
 def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
     """Stack, strategy, batch, precision, recomputation, and how GPUs divide the model."""
     folder = Path(data.draw(st.just(str(FOLDER))))
-    stack = data.draw(st.sampled_from(sorted(JOBS)))
-    strategy = data.draw(st.sampled_from(JOBS[stack]))
-    divides = stack != "huggingface" and strategy != "ddp"
+    trainer = data.draw(st.sampled_from(sorted(JOBS)))
+    stack = ASKING.get(trainer, trainer)
+    strategy = data.draw(st.sampled_from(JOBS[trainer]))
+    divides = trainer not in {"huggingface", *ASKING} and strategy != "ddp"
     tp = data.draw(st.sampled_from((1, 2, 4))) if divides else 1
     lines_up = stack in {"megatron-core", "torchtitan-eager"} and divides
     pp = data.draw(st.sampled_from((1, 2))) if lines_up else 1
@@ -371,12 +376,14 @@ def test_what_is_written_is_read_as_the_same_job(data: st.DataObject) -> None:
         recompute=data.draw(st.sampled_from(("none", "full"))),
     )
     result = driver.run(case)
-    lines = launch(case, result)
+    lines = launch(case, result, trainer)
     assert lines
+    assert not any(" of " in text or "strategy" in text for text in lines.beside)
     path = folder / f"{stack}.sh"
     path.write_text(str(lines))
-    more = {"recompute": case.recompute} if lines.file.endswith(".json") else {}
+    more = {"recompute": "full"} if "recompute full" in lines.beside else {}
     model = {} if "model" in read_trainer(path).options else {"model": "llama3-8b"}
+    assert not read_trainer(path).unknown
     again = read_trainer(path).question(cluster="dgx-h100", **model, **more)
     assert (again.stack, again.parsed.name) == (stack, case.parsed.name)
     assert again.schedule == case.schedule
@@ -406,6 +413,17 @@ def test_a_script_writes_its_file_and_starts_what_reads_it(tmp_path: Path, cli: 
         json.loads(cli("run", *job, *some, "--json")[1]) for some in (asked, ("--from", str(path)))
     )
     assert first["tokens_per_s"] == again["tokens_per_s"]
+
+
+def test_a_file_is_answered_in_its_own_keys(cli: Command) -> None:
+    """Where the trainer has the choice; what it has no key for is named, or another one has it."""
+    path = str(Path(__file__).parent / "files" / "lightning-cli.yaml")
+    job = ("run", "--from", path, "-c", "dgx-h100", "--launch")
+    ours = cli(*job).out
+    assert "main.py fit --config lightning.yaml" in ours
+    assert "# not in it: shard=node of fsdp, " in ours
+    other = json.loads(cli(*job, "--stack", "megatron-core", "-s", "zero1", "--json").out)
+    assert "pretrain_gpt.py" in other["launch"]
 
 
 def test_a_plan_has_its_script_in_json(cli: Command) -> None:
