@@ -1,6 +1,6 @@
 """Software stacks: what a training framework of a year does with a GPU and with a model."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
@@ -108,6 +108,20 @@ def needs_of(text: str) -> dict[str, list[str]]:
     return {option: values.split("|") for option, _, values in pairs}
 
 
+def _nearest_way(texts: Sequence[str], options: Mapping[str, str]) -> str:
+    """The options of these that are missing from the nearest of some texts of `Runs`."""
+    ways = [
+        [
+            f"{name}={' or '.join(values)} (not {options.get(name)})"
+            for name, values in needs_of(text).items()
+            if options.get(name) not in values
+        ]
+        for text in texts
+    ]
+    nearest = min(ways, key=len)
+    return " and ".join(nearest)
+
+
 CONTEXT_TOKENS = 4096
 """Of a sequence that a GPU keeps at least.
 
@@ -185,7 +199,7 @@ class Stack(Framework):
         }
         fitting = [run for run in self.runs if allowed.intersection(run.strategies)]
         if not fitting:
-            return f"{strategy} only as {' or '.join(of_name)}"
+            return f"{strategy} only with {_nearest_way(of_name, options)}"
         used = [name for name in get_args(Division) if getattr(mesh, name) not in {1, False}]
         missing = [name for name in used if not any(name in run.divides for run in fitting)]
         if not (missing or any(run.orders(mesh) for run in fitting)):

@@ -177,3 +177,10 @@ def test_what_a_stack_cannot_run_is_refused_in_a_file_of_ones_own(
     with pytest.raises(Co2simError, match=words) as caught:
         question.job()
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_stack_has_instead_is_named() -> None:
+    """The options that differ in its nearest way, with their values, and no others."""
+    stack = load_stack("huggingface").value
+    text = lacks(stack, "fsdp:version=1,sync=every")
+    assert text == "fsdp only with sync=last (not every)"
