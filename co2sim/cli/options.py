@@ -167,9 +167,7 @@ def _from_files(
         return None
     from co2sim.trainers.reading import lines, read_trainer  # noqa: PLC0415 - only where asked
 
-    trainer, separator, first = paths[0].partition(":")
-    named = bool(separator) and trainer.isidentifier()
-    reading = read_trainer(*([first, *paths[1:]] if named else paths), trainer=trainer * named)
+    reading = read_trainer(*paths)
     options = {name: value for name, value in reading.options.items() if name != "overrides"}
     if isinstance(options.get("model"), Contents):
         options["model"] = options["model"].name
@@ -208,7 +206,7 @@ def _from_option(but: Collection[str], flag: str) -> Parameter:
         help="A file that a trainer reads: what it says stands for options that are not given."
         " torchtitan's TOML, arguments of Megatron-LM (script, YAML or log), DeepSpeed's JSON,"
         " Accelerate's YAML and others (`co2sim list trainers`). Repeatable; TRAINER:FILE"
-        " names one.",
+        " names one, and FILE:PART one of its trainings or functions.",
     )
     annotation: Any = Annotated[list[str] | None, option]
     return Parameter(_FROM, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

@@ -39,8 +39,11 @@ _COUNTS = {
     or get_type_hints(Question)[entry.name] is int
 } | {
     *("nodes", "gpus_per_node", "tasks_per_node", "gpus", "replicas", "shards", "chunk_layers"),
-    *("data_parallel", "recompute_every", "micro_tokens", "stage_batch"),
+    *("data_parallel", "recompute_every", "micro_tokens", "stage_batch", "stage_steps"),
+    *("batch_tokens", "parts", "splits", "first_less", "last_less"),
 }
+_OPEN_AT_0 = {"shards", "global_batch", "accumulation", "batch_tokens", "parts", "splits"}
+"""Parts that 0 or -1 leave to others."""
 _SIZES = ("tp", "cp", "pp")
 """GPUs that have one copy of the model together, or of its part."""
 GIVEN_BY = {
@@ -48,14 +51,18 @@ GIVEN_BY = {
     **dict.fromkeys(("narrow", "narrow_as"), "precision"),
     **dict.fromkeys(("replicas", "shards", "within_fsdp", "fsdp_version"), "strategy"),
     **dict.fromkeys(("micro_tokens", "stage_batch"), "micro_batch"),
+    **dict.fromkeys(("chunk_layers", "parts", "splits", "first_less", "last_less"), "interleave"),
     "recompute_every": "recompute",
     "adapted": "lora",
-    "chunk_layers": "interleave",
+    "stage_steps": "accumulation",
+    "batch_tokens": "global_batch",
     "data_parallel": "gpus",
 }
 """Options by what is a part of them."""
+_LETTERS = re.compile(r"[^a-z0-9]|moe|model")
+"""What names of classes have not, or have besides: Qwen3MoE 30B_A3B is qwen3-30b-a3b."""
 _TUNED = re.compile(
-    r"([-_](instruct|chat|hf|base|it|pt|sft|pretrain|finetune|config|fp8|bf16|v0\.\d|\d{4}))+$",
+    r"([-_](instruct|chat|hf|base|it|pt|sft|pretrain|finetune|config|(mx)?fp8|nvfp4|float8|bf16|v0\.\d|\d{4}))+$",
     re.IGNORECASE,
 )
 """Behind the name of a model: what it was trained to, not its size."""
@@ -91,7 +98,7 @@ class Composed:
         made |= {"gpus": self._gpus(), "model": self._model(), "strategy": self._strategy()}
         made |= {"precision": self._precision(), "recompute": self._recompute()}
         made |= {"lora": self._of("lora") if self._of("adapted") in {True, None} else None}
-        if "chunk_layers" in self.stated:
+        if made.get("schedule") != "zbv":  # which has two
             made["interleave"] = self._chunks(made["model"])
         self._batch(made)
         heads = ("model.", "stack.")
@@ -99,7 +106,8 @@ class Composed:
         made = {name: value for name, value in made.items() if value is not None}
         made = {name: value for name, value in made.items() if name not in self.unset}
         if {"accumulation", "global_batch"} <= made.keys():  # one follows from the other
-            made.pop("global_batch" if self.stated["accumulation"].key else "accumulation")
+            steps = self.stated.get("accumulation")
+            made.pop("global_batch" if steps and steps.key else "accumulation")
         if made.get("tp", 1) == 1:
             made.pop("sequence_parallel", None)
         if made.get("pp", 1) == 1:  # keys of passes that there are not
@@ -139,15 +147,20 @@ class Composed:
     def _batch(self, made: dict[str, Any]) -> None:
         """A micro-batch that follows from others: from tokens, from a stage's, or from all."""
         tokens, length = self._of("micro_tokens"), self.stated.get("model.seq_len")
+        part, whole = self._of("stage_batch"), made.get("micro_batch")
         if tokens and length and isinstance(length.value, int):
             made["micro_batch"] = max(tokens // length.value, 1)
-        part, whole = self._of("stage_batch"), made.get("micro_batch")
-        if part and whole and (self._of("pp") or 1) > 1:
+            if batch_tokens := self._of("batch_tokens"):
+                made |= {"global_batch": batch_tokens // length.value, "accumulation": None}
+            elif (self._of("pp") or 1) > 1:
+                made["accumulation"] = self._of("stage_steps")
+        elif part and whole and (self._of("pp") or 1) > 1:
             steps = made.get("accumulation") or 1
             made |= {"micro_batch": part, "accumulation": steps * max(whole // part, 1)}
         gpus, batch, steps = (made.get(name) for name in ("gpus", "global_batch", "accumulation"))
         self._check_batch(batch, made.get("micro_batch"), steps)
-        if gpus and isinstance(batch, int) and not made.get("micro_batch"):
+        is_said = made.get("micro_batch") or "micro_batch" in self.unset
+        if gpus and isinstance(batch, int) and not is_said:
             ranks = max(gpus // self._layer_gpus(), 1) * (steps or 1)
             if batch % ranks:
                 stated = self.stated["global_batch"]
@@ -179,7 +192,7 @@ class Composed:
             return self._of("tp")
         if name not in _COUNTS or (isinstance(stated.value, str) and name == "global_batch"):
             return stated.value
-        if name in {"shards", "global_batch", "accumulation"} and stated.value in {-1, 0}:
+        if name in _OPEN_AT_0 and stated.value in {-1, 0}:
             return None
         try:
             return convert.whole(stated.where, stated.value)
@@ -218,6 +231,8 @@ class Composed:
         if text.endswith(".json") and (file := place(Path(self.file), text, ("",))):
             return str(file)
         keys = (key_of("models", name) for name in written)
+        plain = {_LETTERS.sub("", key): key for key in names("models")}
+        keys = (plain.get(_LETTERS.sub("", key.lower()), key) for key in keys)
         return next((key for key in keys if key in names("models")), written[0])
 
     def _own_model(self, values: dict[str, Any]) -> Contents | None:
@@ -228,7 +243,8 @@ class Composed:
         experts = {n.removeprefix("experts."): v for n, v in values.items() if "experts." in n}
         tree |= {name: value for name, value in values.items() if "experts." not in name}
         if "hidden" in tree:
-            tree.setdefault("ffn", 4 * tree["hidden"])
+            ffn, by_thirds = 4 * tree["hidden"], self._of("gated_ffn") and tree.get("gated")
+            tree.setdefault("ffn", int(ffn * 2 / 3 / 64) * 64 if by_thirds else ffn)
         if experts.get("count"):
             tree["experts"] = {"width": tree.get("ffn"), **experts}
         if "model.seq_len" in self.stated:
@@ -282,18 +298,29 @@ class Composed:
         pairs = [f"{n}={text_of(v)}" for n, v in options.items() if n in names and v is not None]
         return title(parse(f"{name}:{','.join(pairs)}" if pairs else name))
 
-    def _chunks(self, model: Any) -> int:
-        try:
-            count = len(layers(load_model(model).value.blocks))
-        except Co2simError as error:
-            raise CatalogError(f"{self.stated['chunk_layers'].where}: {error}") from error
-        chunk, stages = self._of("chunk_layers"), self._of("pp") or 1
-        if count % (stages * chunk):
+    def _chunks(self, model: Any) -> Any:
+        """Those of a stage: of its layers, or of all the parts that a key lists."""
+        stages, splits = self._of("pp") or 1, self._of("splits")
+        parts = splits + 1 if splits else self._of("parts")
+        stated = self.stated.get("parts" if self._of("parts") else "splits")
+        if not parts:
+            if not self._of("chunk_layers"):
+                return self._of("interleave")
+            stated, each = self.stated["chunk_layers"], self._of("chunk_layers")
+            try:
+                count = len(layers(load_model(model).value.blocks))
+            except Co2simError as error:
+                raise CatalogError(f"{stated.where}: {error}") from error
+            # What is beside the layers counts as some of them where these divide unevenly.
+            ends = [self._of(name) or 0 for name in ("first_less", "last_less")]
+            parts = math.ceil((count + sum(ends)) / each) if any(ends) else count / each
+        if parts % stages:
+            what = stated.value if stated and not isinstance(stated.value, list) else parts
             raise CatalogError(
-                f"{self.stated['chunk_layers'].where} is {chunk}; {count} layers in {stages} stages"
-                " have no such chunks"
+                f"{stated.where if stated else self.file} is {what};"
+                f" the layers in {stages} stages have no such chunks"
             )
-        return int(count // (stages * chunk))
+        return int(parts // stages)
 
 
 def _names(strategy: Any) -> list[str]:

@@ -6,11 +6,13 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from co2sim.common.errors import CatalogError
-from co2sim.trainers import shell
+from co2sim.trainers import python, shell
+from co2sim.trainers.tables import LAUNCHERS, tables
 
 Values: TypeAlias = dict[str, Any]
 """By key: nested keys are joined by dots, flags have no dashes in front and underscores inside."""
@@ -37,6 +39,10 @@ _KEY = re.compile(r"\+{0,2}([A-Za-z]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 """As Hydra has it: trainer.devices=8."""
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*(\[@\])?\}?")
 _CONFIG = re.compile(r"[\w./-]+\.(ya?ml|toml)")
+_DUMP = re.compile(r"Running with (?:configs|args): (?=\{)")
+"""Before the JSON that torchtitan logs (debug.print_config, job.print_config, job.print_args)."""
+_RANK = re.compile(r"^\[[^\]\n]*\]:? ?", re.MULTILINE)
+"""The mark of a rank in a log."""
 
 
 class Unset(str):
@@ -50,7 +56,8 @@ class Content:
     """What a file says: its values; and of a script files that it names, and those that it writes.
 
     `is_script` says whether the values are flags, and variables behind $. `unset` are variables
-    that may be flags, too, and that nothing sets.
+    that may be flags, too, and that nothing sets. `trainings` are those that it starts, of which
+    these are the values of one.
     """
 
     values: Values
@@ -58,30 +65,52 @@ class Content:
     unset: Sequence[str] = ()
     named: Sequence[str] = ()
     written: Mapping[str, str] = field(default_factory=dict)
+    trainings: int = 1
 
 
-def read(path: Path, text: str | None = None) -> Content:
-    """What a file says, or its `text`. Raises CatalogError for what is none of these kinds."""
+def read(path: Path, text: str | None = None, part: str = "") -> Content:
+    """What a file says, or its `text`.
+
+    A `part` is a training of a script, from 1, or a function of Python. Raises CatalogError for
+    what is none of these kinds.
+    """
     text = _text(path) if text is None else text
     kind = path.suffix.lower()
-    if kind == ".toml":
-        return Content(flat(_parsed(path, "TOML", tomllib.loads, text), path))
-    if kind == ".json":
-        return Content(flat(_parsed(path, "JSON", json.loads, text), path))
-    if kind in {".yaml", ".yml"}:
-        return Content(flat(_parsed(path, "YAML", _yaml, text), path))
+    if kind == ".py":
+        return Content(flat(_parsed(path, "config", partial(python.read, name=part), text), path))
+    if kind in _PARSERS:
+        if part:
+            raise CatalogError(f"{path}:{part}: only a script or a file of Python has parts")
+        return Content(flat(_parsed(path, *_PARSERS[kind], text), path))
+    if match := _DUMP.search(text):
+        dump = _RANK.sub("", text[match.end() :])
+        return Content(flat(_parsed(path, "JSON", _first, dump), path))
+    return _with_flags(path, text, part)
+
+
+def _with_flags(path: Path, text: str, part: str) -> Content:
+    """Of a script, or of a log with the arguments of Megatron-LM."""
     if arguments := dict(_arguments(text)):
         return Content(arguments, is_script=True)
     try:
-        content = of_script(shell.read(text, os.environ, lambda name: _beside(path, name)))
+        script = shell.read(text, os.environ, lambda name: _beside(path, name))
     except ValueError as error:
         raise CatalogError(f"{path} is no script: {error}") from error
+    content = of_script(script, part)
+    if part and not (part.isdecimal() and 1 <= int(part) <= content.trainings):
+        last = content.trainings
+        raise CatalogError(f"{path}:{part}: its trainings are {path}:1 to {path}:{last}")
     if any(not key.startswith("$") for key in content.values) or content.named:
         return content
     raise CatalogError(
-        f"{path} has no keys: it may be TOML, YAML or JSON by its name, a script with flags such as"
-        " --micro-batch-size 1, or a log with the arguments of Megatron-LM"
+        f"{path} has no keys: it may be TOML, YAML, JSON or Python by its name, a script with flags"
+        " such as --micro-batch-size 1, or a log with the arguments of Megatron-LM or torchtitan"
     )
+
+
+def _first(text: str) -> Any:
+    """The JSON that a text begins with."""
+    return json.JSONDecoder().raw_decode(text)[0]
 
 
 def _beside(path: Path, name: str) -> str | None:
@@ -123,6 +152,14 @@ def _yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}{getattr(error, 'problem', None) or error}") from error
+
+
+_PARSERS: Mapping[str, tuple[str, Any]] = {
+    ".toml": ("TOML", tomllib.loads),
+    ".json": ("JSON", json.loads),
+    ".yaml": ("YAML", _yaml),
+    ".yml": ("YAML", _yaml),
+}
 
 
 def _parsed(path: Path, kind: str, parse: Any, text: str) -> Mapping[str, Any]:
@@ -185,20 +222,22 @@ def _arguments(text: str) -> Iterator[tuple[str, Any]]:
             yield match[1], typed(match[2])
 
 
-def of_script(script: shell.Script) -> Content:
+def of_script(script: shell.Script, part: str = "") -> Content:
     """Its flags: those of #SBATCH first, then variables behind $, then those of commands.
 
-    Flags that wait in variables count where no command has one of them.
+    Flags that wait in variables count where no command has one of them. Of several trainings that
+    of the `part` counts, or the first: what follows evaluates it, exports it, or is another one.
     """
+    trainings, others = _trainings(script.commands)
+    chosen = trainings[min(int(part), len(trainings)) - 1 if part.isdecimal() else 0 :][:1]
     names: list[str] = []
-    commands, aside = _flags(script.commands, names), _flags(script.aside, names)
-    values = _flags(script.batch, [])
+    commands, aside = _flags([*others, *chosen], names), _flags(script.aside, names)
+    values = _flags([script.batch], [])
     set_here = {f"${name}": typed(text) for name, text in script.variables.items() if text}
     values |= {name: value for name, value in set_here.items() if not isinstance(value, Unset)}
     values |= commands if commands.keys() & aside.keys() else aside | commands
-    unset = {
-        word for word in script.commands if re.fullmatch(r"\$\{?[A-Za-z_]\w*(\[@\])?\}?", word)
-    }
+    words = {word for command in (*others, *chosen) for word in command}
+    unset = {word for word in words if re.fullmatch(r"\$\{?[A-Za-z_]\w*(\[@\])?\}?", word)}
     unset -= {str(value) for value in values.values()}
     return Content(
         values,
@@ -206,33 +245,56 @@ def of_script(script: shell.Script) -> Content:
         unset=sorted(unset),
         named=names,
         written=script.documents,
+        trainings=max(len(trainings), 1),
     )
 
 
-def _flags(words: Sequence[str], named: list[str]) -> Values:
-    """Flags with the first of their values, and keys of Hydra; `named` gets files of keys."""
+def _trainings(commands: Sequence[list[str]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Commands that start trainings, each once, and the others."""
+    trainings: list[list[str]] = []
+    others: list[list[str]] = []
+    for words in commands:
+        line = f" {' '.join(word.rpartition('/')[2] for word in words)}"
+        starts = " pip " not in line and any(f" {start} " in line for start in LAUNCHERS.starts)
+        if starts or any(table.marked(_flags([words], [])) for table in tables()):
+            trainings += [words] * (words not in trainings)
+        else:
+            others.append(words)
+    return trainings, others
+
+
+def _flags(commands: Sequence[Sequence[str]], named: list[str]) -> Values:
+    """Flags with the first of their values, and keys of Hydra.
+
+    `named` gets the files of keys that the last command names which names some.
+    """
     values: Values = {}
-    name, some, is_over = "", list[str](), True
+    for words in commands:
+        files = list(_flags_of(words, values))
+        named[:] = files or named
+    return values
+
+
+def _flags_of(words: Sequence[str], values: Values) -> Iterator[str]:
+    """Put those of a command into `values`; yields the files of keys that it names."""
+    name, some = "", list[str]()
     for word in [*words, "--"]:
         key = _KEY.fullmatch(word)
         if word != "--" and not key and not _FLAG.fullmatch(word):
             if (not name or some) and _CONFIG.fullmatch(word):
-                named[:] = [*named * (not is_over), word]  # of several commands those of the last
-                is_over = False
+                yield word
             some.append(word)
             continue
         if name and not some and ".no_" in name:  # as tyro has it: --checkpoint.no-enable
             values[name.replace(".no_", ".")] = False
         elif name:
             values[name] = _value(some)
-        is_over = is_over or word == "--"
         name, some = "", []
         if key:
             values[key[1]] = typed(key[2])
         elif word != "--":
             head, separator, value = word.partition("=")
             name, some = key_of(head), [value] if separator else []
-    return values
 
 
 def key_of(flag: str) -> str:

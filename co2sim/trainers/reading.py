@@ -1,11 +1,13 @@
 """A question from the files of a trainer: what was taken of them, and what was not."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from co2sim.catalog import Contents
 from co2sim.common.errors import CatalogError, nearest
 from co2sim.prediction.question import AUTO, Question
 from co2sim.trainers.composing import GIVEN_BY, Composed, Stated, text_of
@@ -42,7 +44,8 @@ class Reading:
 
     `options` are those of a `Question`, by name; its cluster is not among them. `taken` are keys
     and what they became, `ignored` do not matter to speed, `missing` matter and cannot be
-    expressed, and `unknown` are in no table. `unset` are options whose keys have variables that
+    expressed, and `unknown` are in no table. `assumed` are what the trainer has where no key says
+    it, and `notes` what else is to be known. `unset` are options whose keys have variables that
     nothing sets, with what to say of each: they have to be given.
     """
 
@@ -54,6 +57,8 @@ class Reading:
     missing: tuple[Key, ...]
     unknown: tuple[Key, ...]
     unset: Mapping[str, str]
+    assumed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def question(self, **more: Any) -> Question:
         """The question, with the cluster and what else is given; that wins over the files.
@@ -91,30 +96,84 @@ def _flag(option: str) -> str:
     return f"--set {option}=..." if "." in option else f"--{option.replace('_', '-')}"
 
 
-def read_trainer(*paths: str | Path, trainer: str = "") -> Reading:
+def read_trainer(*paths: str | Path) -> Reading:
     """What files of one training say, together; of two that state the same the later one counts.
 
-    `trainer` names its table, where the keys do not say it. Raises CatalogError for what cannot be
+    TRAINER:FILE names the table, where the keys do not say it, and FILE:PART one of the trainings
+    that a script starts, from 1, or a function of Python. Raises CatalogError for what cannot be
     read, with the file and the key.
     """
-    parts = _with_included([Path(path) for path in paths], trainer)
+    parts = _with_included([_Asked.of(path) for path in paths])
     options: dict[str, Stated] = {}
     lists: dict[str, list[Key]] = {n: [] for n in ("taken", "ignored", "missing", "unknown")}
     for table, key in _last(parts).values():
         _take(table, key, options, lists)
+    _refuse_both(lists["taken"])
     for part in reversed(parts):
         _add_usual(part, options, alone=len(parts) == 1)
     made = Composed(options, str(parts[-1].path))
     for name, why in ((name, why) for part in parts for name, why in part.absent.items()):
         if not options.get(name, _ONE).key:
             made.open(name, why)
+    all_options = made.options()
     return Reading(
         trainer=" with ".join(dict.fromkeys(part.table.title for part in reversed(parts))),
         files=tuple(str(part.path) for part in reversed(parts)),
-        options=made.options(),
+        options=all_options,
         unset=made.unset,
+        assumed=tuple(_assumed(options, all_options)),
+        notes=tuple(note for part in parts for note in part.notes),
         **{name: tuple(some) for name, some in lists.items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A file, with the trainer in front of it and the part behind it that the user names."""
+
+    path: Path
+    trainer: str = ""
+    part: str = ""
+
+    @classmethod
+    def of(cls, path: str | Path) -> "_Asked":
+        """From TRAINER:FILE:PART, of which only the file has to be there."""
+        text = str(path)
+        trainer, separator, rest = text.partition(":")
+        if Path(text).is_file() or not (separator and trainer.isidentifier()):
+            trainer, rest = "", text
+        head, _, part = rest.rpartition(":")
+        if head and part.isidentifier() | part.isdecimal() and not Path(rest).is_file():
+            return cls(Path(head), trainer, part)
+        return cls(Path(rest), trainer)
+
+
+def _refuse_both(taken: Sequence[Key]) -> None:
+    """Refuse flags that are on together and state two types: all trainers do."""
+    on = [key for key in taken if key.value is True and key.became.startswith("--precision ")]
+    for first, second in itertools.pairwise(on):
+        if first.became != second.became and first.file == second.file:
+            names = f"{first.name} and {second.name}"
+            raise CatalogError(f"{first.file}: {names} are both true; a trainer takes one of them")
+
+
+def _assumed(stated: Mapping[str, Stated], options: Mapping[str, Any]) -> Iterator[str]:
+    """What no key says of what the options have, as one gives it."""
+    parts = {GIVEN_BY.get(name) for name, of_key in stated.items() if of_key.key}
+    for name, usual in stated.items():
+        head, _, part = name.partition(".")
+        has = name not in parts and {
+            "dim": isinstance(options.get("model"), Contents),
+            "strategy": not part or f"{part}={text_of(usual.value)}" in options.get("strategy", ""),
+            "stage_batch": "micro_tokens" not in stated,
+            "stack": name in {"stack", *options["overrides"]},
+            "model": name in options["overrides"],
+        }.get(head, name in options)
+        if has and not usual.key and usual.value is not None:
+            yield _words(name, options[name] if usual.value == "tp" else usual.value)
+    model = options.get("model")
+    if isinstance(model, Contents) and "dim.ffn" not in stated:
+        yield _words("dim.ffn", model.tree["ffn"])
 
 
 _ONE = Stated(1, "", "")
@@ -128,6 +187,8 @@ def _add_usual(part: "_Part", options: dict[str, Stated], *, alone: bool) -> Non
     for name in (name for name, value in part.content.values.items() if value == "auto" and alone):
         if take := table.take.get(table.key(name)):
             usual.pop(take.option, None)
+    for name, value in part.content.values.items():
+        usual |= table.implies.get(f"{table.key(name)}={str(value).lower()}", {})
     for option, value in usual.items():
         options.setdefault(option, Stated(value, "", table.title))
     if options.get("pp", _ONE).value not in {1, None}:
@@ -145,31 +206,39 @@ class _Part:
     table: Table
     absent: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> Iterator[str]:
+        """What is to be known of it."""
+        if (several := self.content.trainings) > 1:
+            others = f"{self.path}:N reads another, N from 1 to {several}"
+            yield f"{self.path} starts {several} trainings, of which one is read; {others}"
 
-def _with_included(paths: Sequence[Path], trainer: str) -> list[_Part]:
+
+def _with_included(files: Sequence[_Asked]) -> list[_Part]:
     """Each file behind the files that it names: of two the later one counts."""
     parts: list[_Part] = []
     seen: set[Path] = set()
 
-    def add(path: Path, trainer: str, text: str | None = None, among: str = "") -> None:
+    def add(file: _Asked, text: str | None = None, among: str = "") -> None:
+        path = file.path
         if path in seen:
             return
         seen.add(path)
         if len(seen) > _MOST_FILES:
             raise CatalogError(f"more than {_MOST_FILES} files of one training, with {path}")
-        content = read(path, text)
-        table = _table(path, content, trainer, among)
+        content = read(path, text, file.part)
+        table = _table(path, content, file.trainer, among)
         absent: dict[str, str] = {}
         for other, written in (*_included(path, content, table, absent), *_named(path, content)):
-            add(other, "", written, among=table.name)
+            add(_Asked(other), written, among=table.name)
         if table is LAUNCHERS:  # flags behind what it starts are those of its trainer
             table = parts[-1].table if parts else table
         parts.append(_Part(path, content, table, absent))
 
-    for path in paths:
-        add(path, trainer)
+    for file in files:
+        add(file)
     if all(part.table is LAUNCHERS for part in parts):
-        raise _unknown_trainer(paths[0])
+        raise _unknown_trainer(files[0].path)
     return parts
 
 
@@ -228,6 +297,7 @@ def _table(path: Path, content: Content, trainer: str, among: str) -> Table:
     if trainer:
         if trainer not in named:
             raise CatalogError(f"no trainer {trainer!r} is known; {nearest(trainer, named)}")
+        _refuse_others(path, content, named[trainer])
         return named[trainer]
     marked = [table for table in tables() if table.marked(content.values)]
     if marked:
@@ -237,6 +307,18 @@ def _table(path: Path, content: Content, trainer: str, among: str) -> Table:
     if content.is_script:
         return LAUNCHERS
     raise _unknown_trainer(path)
+
+
+def _refuse_others(path: Path, content: Content, table: Table) -> None:
+    """Refuse a file without a key of the trainer that is named for it."""
+    hands_on = content.named or any(LAUNCHERS.key(n) in LAUNCHERS.includes for n in content.values)
+    if hands_on or any(table.states(name) for name in content.values):
+        return
+    whose = [other for other in tables() if other.marked(list(content.values))][:1]
+    words = [f"its keys are of {it.title}: give {path} or {it.name}:{path}" for it in whose]
+    raise CatalogError(
+        f"{path} has no key of {table.title}; {'; '.join(words or ['give another'])}"
+    )
 
 
 def _unknown_trainer(path: Path) -> CatalogError:
@@ -314,7 +396,9 @@ def _become(take: Take, value: Any, where: str, options: Mapping[str, Any]) -> t
         return count, "" if count or stated else "no number is set; give --gpus"
     if isinstance(value, Unset):
         return value, ""
-    if take.values:
+    if take.option in {"parts", "splits"}:
+        return len(value if isinstance(value, list) else str(value).split(",")) or None, ""
+    if take.values or take.words:
         return _looked_up(take, value, where)
     if take.value is not None:
         return take.value if value is True else None, ""
@@ -325,6 +409,9 @@ def _become(take: Take, value: Any, where: str, options: Mapping[str, Any]) -> t
 
 def _looked_up(take: Take, value: Any, where: str) -> tuple[Any, str]:
     """Among the values of a key; of several, such as "full_shard auto_wrap", the first."""
+    if take.words:
+        match = re.fullmatch(take.words, str(value))
+        return "-".join(match.groups()) if match else None, ""
     several = value if isinstance(value, list) else [value, *re.split(r"[\s,]+", str(value))]
     texts = [text for each in several if (text := str(each).lower()) in take.by_text]
     if texts or "*" in take.values:
@@ -366,8 +453,12 @@ def lines(reading: Reading) -> Iterable[str]:
     yield f"{', '.join(reading.files)}: {reading.trainer}"
     if reading.taken:
         yield f"taken: {', '.join(f'{key.name} ({key.became})' for key in reading.taken)}"
+    if reading.assumed:
+        yield f"assumed, as no key says it: {', '.join(reading.assumed)}"
     if reading.ignored:
         yield f"no matter to speed: {_few(reading.ignored)}"
+    for note in reading.notes:
+        yield f"warning: {note}"
     for key in reading.missing:
         yield f"warning: {key.name}={key.value} is not counted: {key.became}"
     if reading.unknown:

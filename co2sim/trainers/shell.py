@@ -77,13 +77,13 @@ _BEFORE = {"then", "do", "{", "time", "exec", "eval", "export", "local", "readon
 class Script:
     """What a script says: words of what it starts, its variables, and files that it writes.
 
-    `batch` are the words of #SBATCH. `commands` are words behind each other, with "--" between two.
-    `aside` are those that variables hold, used or not.
+    `batch` are the words of #SBATCH, `commands` those of each, and `aside` those that variables
+    hold, used or not.
     """
 
     batch: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    aside: list[str] = field(default_factory=list)
+    commands: list[list[str]] = field(default_factory=list)
+    aside: list[list[str]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     documents: dict[str, str] = field(default_factory=dict)
 
@@ -100,8 +100,7 @@ def read(
     script = Script()
     run = _Run(script, environment, beside)
     run.all(text)
-    for value in script.variables.values():
-        script.aside += [*value.split(), "--"] if "--" in value else []
+    script.aside = [value.split() for value in script.variables.values() if "--" in value]
     return script
 
 
@@ -287,7 +286,7 @@ class _Run:
             name = _bare(self.filled(words[1]))
             self.all(self.beside(re.sub(r".*[$`)}][^/]*/", "", name)) or "")
         elif words and words[0] not in _WITHOUT_TRAINING:
-            self.script.commands += [*self._words(words), "--"]
+            self.script.commands.append(self._words(words))
 
     def _assign(self, name: str, value: str, *, more: bool, certain: bool) -> None:
         """Set a variable; to itself, which nothing knows, where it may have another value."""

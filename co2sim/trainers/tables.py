@@ -3,7 +3,7 @@
 import json
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,13 +20,15 @@ class Take:
     `option` is one of a question, or a part of one (`reading`). A value is looked up in `values`
     where there are some, whatever its capitals, that of "*" being any other; one that is not there
     has the `effect`, and is a mistake where that is empty. A flag that is true stands for `value`
-    where there is one. Without either the value is taken as it is.
+    where there is one. Of a text with `words`, groups of a regular expression, these are taken, and
+    of another one nothing. Without any of these the value is taken as it is.
     """
 
     option: str
     values: Mapping[str, Any] = field(default_factory=dict)
     value: Any = None
     effect: str = ""
+    words: str = ""
 
     @classmethod
     def of(cls, entry: str | Mapping[str, Any]) -> "Take":
@@ -113,7 +115,9 @@ class Table:
     before any key. `defaults` are options that it has where no key says another, `script` those of
     its flags, and `pipeline` those where there are stages of one. `includes` are keys that name
     another file, which is in one of `places` of a folder above; where it is not, an option that the
-    key `opens` has to be given. A table that `extends` another one has its keys, too.
+    key `opens` has to be given. `starts` are words of commands that start a training, and `implies`
+    what a key with a value brings along where no other key says it. A table that `extends` another
+    one has its keys, too.
     """
 
     name: str
@@ -130,6 +134,8 @@ class Table:
     opens: Mapping[str, str] = field(default_factory=dict)
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     script: Mapping[str, Any] = field(default_factory=dict)
+    starts: Sequence[str] = ()
+    implies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     launch: Launch | None = None
 
     def key(self, name: str) -> str:
@@ -140,6 +146,10 @@ class Table:
                 break
             name = name.removeprefix(prefix)
         return name
+
+    def states(self, name: str) -> bool:
+        """Whether a key matters to speed, with what may stand before it."""
+        return self._has(self.key(name))
 
     def _has(self, key: str) -> bool:
         return key in self.take or key in self.warn or key in self.includes
@@ -155,7 +165,7 @@ class Table:
 
     def weighs(self, name: str) -> int:
         """How much a key speaks for this trainer: most where the table takes it."""
-        return 4 if self._has(self.key(name)) else int(self.knows(name))
+        return 4 if self.states(name) else int(self.knows(name))
 
     def marked(self, values: Mapping[str, Any]) -> bool:
         """Whether these may be the keys of a file of it."""

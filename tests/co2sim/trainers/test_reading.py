@@ -94,7 +94,7 @@ def test_a_script_of_megatron_is_a_question_with_its_model(tmp_path: Path) -> No
     )
     model = options["model"]
     assert isinstance(model, Contents)
-    assert (model.tree["layers"], model.tree["norm"], model.tree["ffn"]) == (16, "rmsnorm", 8192)
+    assert (model.tree["layers"], model.tree["norm"], model.tree["ffn"]) == (16, "rmsnorm", 5440)
     assert [key.name for key in reading.missing] == ["multi_latent_attention"]
     assert {key.name for key in reading.ignored} == {"lr"}
     result = driver.run(reading.question(cluster="dgx-h100"))
@@ -324,7 +324,15 @@ def test_every_table_takes_what_a_question_has() -> None:
     parts = {"replicas", "shards", "nodes", "gpus_per_node", "data_parallel", "narrow", "size"}
     parts |= {"chunk_layers", "tasks_per_node", "adapted", "grouped", "narrow_as", "within_fsdp"}
     parts |= {"fsdp_version", "model_file", "micro_tokens", "stage_batch", "recompute_every"}
-    parts |= {"weights"}
+    parts |= {
+        "weights",
+        "stage_steps",
+        "batch_tokens",
+        "parts",
+        "splits",
+        "first_less",
+        "last_less",
+    }
     options = set(Question.__dataclass_fields__) | parts
     for table in (*tables(), LAUNCHERS):
         for key, take in table.take.items():
@@ -339,7 +347,7 @@ JOBS = {
     "torchtitan-eager": ("fsdp",),
     "megatron-core": ("ddp", "zero1"),
     "nanotron": ("ddp", "zero1"),
-    "huggingface": ("ddp", "fsdp(version=1)", "zero2", "zero3", "zeropp", "zeropp(hpz=false)"),
+    "huggingface": ("ddp", "fsdp(sync=last, version=1)", "zero2", "zero3", "zeropp", "zeropp(hpz=false)"),
     "Lightning": ("ddp", "fsdp(version=1)", "zero1", "zero2", "zero3"),
     "axolotl": ("fsdp", "fsdp(shard=node)", "fsdp(version=1)"),
 }
