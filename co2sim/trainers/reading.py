@@ -314,7 +314,7 @@ def _refuse_others(path: Path, content: Content, table: Table) -> None:
     hands_on = content.named or any(LAUNCHERS.key(n) in LAUNCHERS.includes for n in content.values)
     if hands_on or any(table.states(name) for name in content.values):
         return
-    whose = [other for other in tables() if other.marked(list(content.values))][:1]
+    whose = [other for other in tables() if other.marked(content.values)][:1]
     words = [f"its keys are of {it.title}: give {path} or {it.name}:{path}" for it in whose]
     raise CatalogError(
         f"{path} has no key of {table.title}; {'; '.join(words or ['give another'])}"

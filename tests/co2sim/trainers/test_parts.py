@@ -326,3 +326,55 @@ def test_fsdp_of_transformers_is_in_its_stack(tmp_path: Path, cli: Command, fsdp
     text = f'{TWO[: TWO.index("torchrun --nproc_per_node 4")].rstrip()} --fsdp "{fsdp}"\n'
     path = written(tmp_path, "run.sh", text)
     assert "what-if" not in cli("run", "--from", str(path), "-c", "dgx-h100")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("a.yaml", "num_layers: 4\nuse_te_new_attention: true\n", "use_te_new_attention"),
+        ("a.yaml", "num_layers: 4\nmoe_token_novel: 2\n", "moe_token_novel"),
+        ("t.yaml", "num_train_epochs: 1\nddp_novel: 2\n", "ddp_novel"),
+        ("t.yaml", "num_train_epochs: 1\nfsdp_config: {novel: 2}\n", "fsdp_config.novel"),
+    ],
+)
+def test_a_new_key_is_not_taken_for_an_old_one(
+    tmp_path: Path, name: str, text: str, key: str
+) -> None:
+    """Keys that do not matter are named one by one: a new one beside them is a warning."""
+    reading = read_trainer(written(tmp_path, name, text))
+    assert [unknown.name for unknown in reading.unknown] == [key]
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        ("fsdp: full_shard\nfsdp_config: {cpu_offload: true}", "offload", "parameters"),
+        ("parallelism_config: {tp_size: 2}", "tp", 2),
+        ("activation_checkpointing: true", "recompute", "full"),
+        ("gradient_checkpointing_kwargs: {use_reentrant: true}", "checkpointing", "reentrant"),
+        ("adafactor: true", "optimizer", "adafactor"),
+    ],
+)
+def test_keys_of_transformers_that_matter_are_taken(
+    tmp_path: Path, text: str, option: str, value: object
+) -> None:
+    """Also of its version 5, which renames some, and within other keys."""
+    path = written(tmp_path, "t.yaml", f"per_device_train_batch_size: 1\n{text}\n")
+    assert read_trainer(path).options[option] == value
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "moe_expert_capacity_factor: 1.5",
+        "enable_zero_bubble: true",
+        "fp8_dot_product_attention: true",
+        "optimizer_offload_fraction: 0.5",
+        "moe_router_num_groups: 4",
+        "rampup_batch_size: 32",
+    ],
+)
+def test_keys_of_megatron_that_matter_are_warnings(tmp_path: Path, key: str) -> None:
+    """Where they have no option, though many beside them do not matter."""
+    reading = read_trainer(written(tmp_path, "a.yaml", f"num_layers: 4\n{key}\n"))
+    assert [missing.name for missing in reading.missing] == [key.partition(":")[0]]
