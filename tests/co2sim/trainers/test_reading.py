@@ -347,7 +347,14 @@ JOBS = {
     "torchtitan-eager": ("fsdp",),
     "megatron-core": ("ddp", "zero1"),
     "nanotron": ("ddp", "zero1"),
-    "huggingface": ("ddp", "fsdp(sync=last, version=1)", "zero2", "zero3", "zeropp", "zeropp(hpz=false)"),
+    "huggingface": (
+        "ddp",
+        "fsdp(sync=last, version=1)",
+        "zero2",
+        "zero3",
+        "zeropp",
+        "zeropp(hpz=false)",
+    ),
     "Lightning": ("ddp", "fsdp(version=1)", "zero1", "zero2", "zero3"),
     "axolotl": ("fsdp", "fsdp(shard=node)", "fsdp(version=1)"),
 }
