@@ -1,7 +1,7 @@
 """PyTorch FSDP: blocks are sharded units, gathered one ahead; the rest of the model is the root."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
@@ -68,7 +68,7 @@ class Sharding:
     `experts` (None: each rank has its own whole), and replicated on `expert_replicas`. With
     `copies` gathered units are copied out of a buffer, and gradients into one; without, autograd
     joins gradients of views to a flat one. A rank `loads` its shares from the host before a gather,
-    and stores reduced gradients there.
+    and stores reduced gradients there. Megatron-FSDP gathers `ahead` elements beside those in use.
     """
 
     among: Group
@@ -81,6 +81,7 @@ class Sharding:
     experts: Group | None = None
     expert_replicas: Group | None = None
     loads: bool = False
+    ahead: int = 0
 
 
 def units(job: Workload) -> tuple[int, list[int]]:
@@ -121,8 +122,11 @@ def fsdp_step(job: Workload, layout: Layout, how: Sharding) -> Step:
 def _uses(job: Workload, how: Sharding, shards: int) -> Iterator[Use]:
     """The uses of blocks of all micro-steps, each of which waits for the end of the one before."""
     end = ""
+    kind = _MegatronMicroStep if how.ahead else _MicroStep
+    alone = replace(how, replicas=None, expert_replicas=None)
     for micro in range(job.accumulation):
-        uses = list(_MicroStep(job, how, shards, micro).uses(end))
+        waits = how.ahead and micro < job.accumulation - 1
+        uses = list(kind(job, alone if waits else how, shards, micro).uses(end))
         yield from uses
         last = uses[-1]
         end = last.reduce[-1][-1][0] if last.reduce else last.passes[-1].name
@@ -264,19 +268,10 @@ class _MicroStep:
         counted with the passes, since both move the same memory: runs of LLM Foundry cost all of it
         (docs/validation.md).
         """
-        how, width, reduced = self.how, self.job.precision.bytes, self.how.reduce.bytes
-        kernels = [] if how.copies else [_moved("join", elements, 2 * width)]
-        if self.micro_step and not how.every:
-            kernels.append(_moved("accumulate", elements, width + 2 * reduced))
-            width = reduced
-        elif not self._synced and width != reduced:
-            kernels.append(_moved("accumulate", elements, width + reduced))
+        how = self.how
+        kernels = self._kernels(elements)
         if not self._synced:
             return kernels, ()
-        if how.copies or width != reduced:
-            kernels.append(_moved("pack", elements, width + reduced))
-        if not how.copies:
-            kernels.append(_moved("divide", elements, 2 * reduced))
         buffer = f"{self._unit(index)}.gradient"
         dense, experts = self._trained(index)
         row = self._shared(buffer, dense, how.among, "")
@@ -288,6 +283,21 @@ class _MicroStep:
             if self.micro_step and how.every:  # two are read, and their sum written
                 row.append(("add", Compute("add", 0.0, 3 * size, place="host"), on))
         return kernels, row
+
+    def _kernels(self, elements: int) -> list[Compute]:
+        """What a gradient needs before it is reduced, or beside those of other micro-steps."""
+        how, width, reduced = self.how, self.job.precision.bytes, self.how.reduce.bytes
+        kernels = [] if how.copies else [_moved("join", elements, 2 * width)]
+        if self.micro_step and not how.every:
+            kernels.append(_moved("accumulate", elements, width + 2 * reduced))
+            width = reduced
+        elif not self._synced and width != reduced:
+            kernels.append(_moved("accumulate", elements, width + reduced))
+        if self._synced and (how.copies or width != reduced):
+            kernels.append(_moved("pack", elements, width + reduced))
+        if self._synced and not how.copies:
+            kernels.append(_moved("divide", elements, 2 * reduced))
+        return kernels
 
     def _shared(
         self, buffer: str, elements: int, among: Group | None, name: str
@@ -305,6 +315,125 @@ class _MicroStep:
             again = Collective(Kind.ALL_REDUCE, buffer, share, how.reduce, replicas)
             row.append((f"replicate{name}", again, REPLICATE))
         return row
+
+
+@dataclass(frozen=True, slots=True)
+class _MegatronMicroStep(_MicroStep):
+    """That of Megatron-FSDP: layers are units, whose gradients are made in the buffer.
+
+    Embedding and head are gathered apart, once a step, and stay. The passes wait for reductions of
+    more than two times `ahead` elements, and at the end for all.
+    """
+
+    def uses(self, before: str) -> Iterator[Use]:
+        """The uses in turn, behind op `before`; a gather begins with a pass before its own."""
+        works = self.job.works()
+        prefix, turn = micro_prefix(self.micro_step, self.job), Turn(micro_step=self.micro_step)
+        done: list[tuple[str, int]] = []
+        under_way: list[tuple[str, int]] = []
+        for direction, index in [
+            *(("forward", index) for index in range(len(works))),
+            *(("backward", index) for index in reversed(range(len(works)))),
+        ]:
+            if (direction, index) == ("backward", len(works) - 1):
+                before, done = done[-1][0], []
+            used = f"{direction}.{works[index].block.name}"
+            work, waits = getattr(works[index], direction), _queued(under_way, 2 * self.how.ahead)
+            if before and not done and direction == "forward":
+                waits += (After(before),)
+            passes = [Op(f"{prefix}{used}", work, COMPUTE, waits, turn)]
+            gathered, fetch = self._gathered(direction, index), []
+            if gathered:
+                fetch = renamed([self._gather(index, self.how.among)], prefix, f".{used}")
+            behind = _begins(done, self.how.ahead) or before
+            done.append((passes[0].name, gathered))
+            rows: list[Row] = []
+            if direction == "backward" and (elements := self._reduced(index)):
+                end = f".{works[index].block.name}"
+                kernels, row = self._reduce(index, elements)
+                passes += [Op(f"{prefix}{k.kernel}{end}", k, COMPUTE, (), turn) for k in kernels]
+                rows = [row for row in renamed([row], prefix, end) if row]
+                under_way += [(row[-1][0], elements) for row in rows]
+            yield Use(passes, fetch, behind or None, rows)
+
+    def _unit(self, index: int) -> str:
+        return self.job.model.blocks[index].name
+
+    def _gathered(self, direction: str, index: int) -> int:
+        if index in {0, len(self.job.model.blocks) - 1} and (self.micro_step, direction) != (
+            0,
+            "forward",
+        ):
+            return 0
+        return _whole_at_times(self.job, self.how.experts, index)
+
+    def _kernels(self, elements: int) -> list[Compute]:
+        """Gradients of 16 bits are scaled; others are as NCCL sums them up.
+
+        Source: `gradient_reduce_preprocessing` of param_and_grad_buffer.py; products add to the
+        buffer (gradient_accumulation_fusion).
+        """
+        reduced = self.how.reduce.bytes
+        return [] if self.how.reduce is DType.FP32 else [_moved("divide", elements, 2 * reduced)]
+
+
+def _whole_at_times(job: Workload, experts: Group | None, index: int) -> int:
+    """Elements of a block that ranks share: not of experts that each rank has for itself."""
+    block = job.model.blocks[index]
+    return block.parameters - (0 if experts or not job.experts_apart else sum(block.experts))
+
+
+def _ahead(job: Workload) -> int:
+    """Elements that Megatron-FSDP gathers ahead: a layer of mean size, and 500 million at least.
+
+    Source: `suggested_AG_prefetch_size`, half of `suggested_communication_unit_size`, in
+    megatron_fsdp.py.
+    """
+    layers = job.model.blocks[1:-1]
+    return max(500_000_000, sum(block.parameters for block in layers) // max(1, len(layers)))
+
+
+def _with_next(sizes: Sequence[int], ahead: int) -> list[int]:
+    """Each of the sizes with the next ones, until these are `ahead`."""
+    sums: list[int] = []
+    for turn, size in enumerate(sizes):
+        come = 0
+        for following in sizes[turn + 1 :]:
+            if come >= ahead:
+                break
+            come += following
+        sums.append(size + come)
+    return sums
+
+
+def _last(sizes: Sequence[int], most: int) -> int:
+    """The last of the sizes, and of those before it as many as are `most` together."""
+    total = 0
+    for size in reversed(sizes[:-1]):
+        if total + size > most:
+            break
+        total += size
+    return total + sum(sizes[-1:])
+
+
+def _begins(done: Sequence[tuple[str, int]], ahead: int) -> str:
+    """The pass behind which the next gather begins; empty where it is the first of all.
+
+    With a pass come the gathers behind it, until these are of `ahead` elements.
+    """
+    turn, between = len(done) - 1, 0
+    while turn > 0 and between + done[turn][1] < ahead:
+        between += done[turn][1]
+        turn -= 1
+    return done[turn - 1][0] if turn > 0 else ""
+
+
+def _queued(under_way: list[tuple[str, int]], most: int) -> tuple[After, ...]:
+    """The waits for the oldest reductions, so that no more than `most` elements are under way."""
+    waits: tuple[After, ...] = ()
+    while sum(elements for _, elements in under_way) > most:
+        waits = (After(under_way.pop(0)[0]),)
+    return waits
 
 
 def _moved(kernel: str, elements: int, width: float) -> Compute:
@@ -329,6 +458,11 @@ class FSDP:
     gradients is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`,
     which copies gathered blocks out of a buffer and gradients into one; 1 is
     FullyShardedDataParallel, which joins the gradients of a flat parameter, casts and divides them.
+    "megatron" is Megatron-FSDP that shards parameters (optim_grads_params): these in the precision,
+    and in fp32 for the optimizer; gradients kept in `reduce` (its default, auto, is the precision);
+    several layers gathered ahead; embedding and head whole from the first micro-step on; shards of
+    gradients all-reduced between groups in the last one only. Source: NVIDIA/Megatron-LM d98e8a64,
+    megatron/core/distributed/fsdp/src/megatron_fsdp, megatron_fsdp.py, param_and_grad_buffer.py.
 
     The root unit holds the first and the last block, embedding and head, tied or not: it is
     gathered when a micro-step starts, stays, and is reduced behind the last backward pass. That is
@@ -347,7 +481,7 @@ class FSDP:
     sync: Sync = "every"
     reduce: Literal[D.FP32, D.BF16, D.FP16] = D.FP32
     clip: bool = True
-    version: int = 2
+    version: int | Literal["megatron"] = 2
 
     def __post_init__(self) -> None:
         """Refuse groups that share nothing."""
@@ -355,16 +489,27 @@ class FSDP:
             whole_options(self, "reshard_after_forward", least=2)
         if self.shard != "node":
             whole_options(self, "shard", least=0)
-        whole_options(self, "version", most=2)
+        if self.version != "megatron":
+            whole_options(self, "version", most=2)
+        elif self.reshard_after_forward is not True or self.sync != "every":
+            raise OptionError(
+                "fsdp: version=megatron needs reshard_after_forward=true and sync=every"
+            )
+
+    @property
+    def _is_torch_2(self) -> bool:
+        return self.version not in {1, "megatron"}
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
         how = replace(self.sharding(layout, group), loads=job.offload == "parameters")
-        if self.version == 1:
-            refuse_whole(job, "version 1 of fsdp")
+        if not self._is_torch_2:
+            refuse_whole(job, f"version {self.version} of fsdp")
         check_shapes(job, "fsdp", flat=False)
-        if how.loads and self.version == 1:
-            raise OptionError("fsdp: version=1 does not combine with offload=parameters")
+        if how.loads and not self._is_torch_2:
+            raise OptionError(
+                f"fsdp: version={self.version} does not combine with offload=parameters"
+            )
         if job.experts_apart and how.again not in {None, how.among}:
             raise OptionError(
                 f"fsdp: reshard_after_forward={self.reshard_after_forward} does not combine with"
@@ -372,7 +517,10 @@ class FSDP:
             )
         experts = job.same_experts(how.among, layout)
         replicas = job.expert_peers(how.among, how.replicas, layout)
-        return fsdp_step(job, layout, replace(how, experts=experts, expert_replicas=replicas))
+        how = replace(how, experts=experts, expert_replicas=replicas)
+        if self.version == "megatron":
+            how = replace(how, ahead=_ahead(job))
+        return fsdp_step(job, layout, how)
 
     def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""
@@ -392,7 +540,7 @@ class FSDP:
             every=self.sync == "every",
             reduce=self.reduce,
             clip=self.clip,
-            copies=self.version > 1,
+            copies=self._is_torch_2,
         )
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
@@ -412,6 +560,8 @@ class FSDP:
 
         Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
         """
+        if self.version == "megatron":
+            return self._megatron_memory(job, layout)
         sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
         if job.autocast:  # without a policy of its own it gathers what is sharded
@@ -452,6 +602,44 @@ class FSDP:
             wide = max(width, reduced)
             sums = np.cumsum([block.trained for block in blocks]) * wide
             items["unreduced"] = Passing(sums[-1], sums[-1], sums + of_head, of_root * wide)
+        return items
+
+    def _megatron_memory(self, job: Workload, layout: Layout) -> Items:
+        """Parameters in the precision and in fp32, gradients as reduced, and what is whole.
+
+        Embedding and head are whole throughout; so are a block at work, those that are gathered
+        ahead, and gradients that are under way: up to two times as many elements, and the last.
+        """
+        among, width, reduced = (
+            self.sharding(layout, WORLD).among,
+            job.precision.bytes,
+            self.reduce.bytes,
+        )
+        n = group_size(among, layout)
+        trained = job.owned_trained(n)
+        items: dict[str, Bytes | Passing] = {
+            "whole_gradients": reduced,
+            "parameters": job.owned(n) * width,
+            "gradients": trained * reduced,
+        }
+        if not job.states_on_host:
+            items["optimizer"] = job.optimizer_states(n)
+            cast = 0.0 if self.reduce is DType.FP32 else DType.FP32.bytes
+            items["update"] = Passing(step=trained * (cast + job.update_bytes))
+        if n == 1:
+            return items
+        blocks, experts, ahead = job.model.blocks, job.same_experts(among, layout), _ahead(job)
+        sizes = [_whole_at_times(job, experts, index) for index in range(len(blocks))]
+        ends = sizes[0] + (sizes[-1] if len(sizes) > 1 else 0)
+        layers = [0, *sizes[1:-1], 0][: len(sizes)]
+        there, back = (
+            [(ends + size) * width for size in _with_next(row, ahead)]
+            for row in (layers, layers[::-1])
+        )
+        items["gathered"] = Passing(there, ends * width, back[::-1])
+        behind = [block.trained for block in blocks[::-1]]
+        queued = [_last(behind[:turn], 2 * ahead) * reduced for turn in range(len(behind))]
+        items["bucket"] = Passing(backward=queued[::-1], end=_last(behind, 2 * ahead) * reduced)
         return items
 
     @staticmethod

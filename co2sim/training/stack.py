@@ -207,7 +207,16 @@ class Stack(Framework):
             missing = [f"schedule={mesh.schedule}{interleaved}"]
         if self.always_divides_sequence and mesh.tp > 1 and not (mesh.sequence_parallel or missing):
             return f"tp={mesh.tp} only with sequence_parallel"
-        return f"no {' and no '.join(missing)} with {strategy}" if missing else ""
+        if not missing:
+            return ""
+        others = [
+            text
+            for run in self.runs
+            for text in run.strategies
+            if text in of_name and {*missing} <= {*run.divides}
+        ]
+        as_other = f", but as {others[0]}" if others else ""
+        return f"no {' and no '.join(missing)} with {strategy}{as_other}"
 
     def schedules_of(self, strategy: str, mesh: Mesh) -> Iterator[PipelineSchedule]:
         """Those that it has for the stages of a mesh with a strategy; 1F1B comes first."""

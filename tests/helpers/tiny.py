@@ -29,6 +29,7 @@ VARIANTS = [
     *("zeropp", "zeropp(qwz=false)", "zeropp(hpz=false)", "zeropp(qgz=false)"),
     *("zeropp(hpz_group=1)", "zeropp(chunks=3)", "zeropp(chunks=2,gathers=2,hpz=false)"),
     *("fsdp", "fsdp(version=1,clip=false)", "fsdp(reshard_after_forward=false,sync=last)"),
+    *("fsdp(version=megatron)", "fsdp(version=megatron,shard=node,reduce=bf16)"),
     *("fsdp(shard=node,reduce=bf16)", "local_sgd(tau=3)", "local_sgd(tau=2,worker=node)"),
     *("overlap_local_sgd(tau=3)", "overlap_local_sgd(tau=2,worker=node,inner=zero1)"),
     *("slowmo(tau=3)", "slowmo(tau=2,worker=node,inner=ddp)"),

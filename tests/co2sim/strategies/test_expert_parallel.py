@@ -102,6 +102,33 @@ def test_parameters_are_gathered_where_they_belong(strategy: str) -> None:
     }
 
 
+def test_megatron_fsdp_shards_experts_among_those_with_the_same() -> None:
+    """16 ranks, of which four have the same quarter of the experts; two micro-steps.
+
+    Layers are gathered for each pass, and reduced behind each backward one; embedding and head are
+    gathered once. Of each parameter a rank holds its part: 2 bytes, 2 of its gradient, and 12 of
+    states. Whole are embedding and head, and at most all layers, since these are small.
+    """
+    job, strategy = replace(JOB, accumulation=2), parse("fsdp:version=megatron,reduce=bf16")
+    ends = sum(MODEL.blocks[place].parameters for place in (0, -1))
+    assert without_tokens("fsdp:version=megatron,reduce=bf16", job) == {
+        "all_gather world": ends + 2 * 2 * (DENSE - ends),
+        "all_gather replicas(4)": 2 * 2 * EXPERTS // 4,
+        "reduce_scatter world": 2 * DENSE,
+        "reduce_scatter replicas(4)": 2 * EXPERTS // 4,
+    }
+    memory, owned = strategy.memory(job.share, LAYOUT), DENSE / 16 + EXPERTS / 16
+    held = [memory[name] for name in ("parameters", "gradients", "optimizer")]
+    assert held == [2 * owned, 2 * owned, 12 * owned]
+    layers = DENSE - ends + EXPERTS // 4
+    gathered = memory["gathered"]
+    assert (gathered.forward[0], gathered.loss) == (2 * (ends + layers), 2 * ends)  # type: ignore[union-attr, index]
+    alone = replace(job, ep=16)
+    assert not any("replicas" in name for name in without_tokens("fsdp:version=megatron", alone))
+    whole = strategy.memory(alone.share, LAYOUT)["gathered"]
+    assert whole.forward[0] == 2 * DENSE  # type: ignore[union-attr, index]
+
+
 def test_experts_that_are_alone_in_a_node_are_reduced_between_nodes_only() -> None:
     """Eight ranks of a node with two experts each: whole gradients of these go to the other node.
 

@@ -11,8 +11,9 @@ from one_sample import simulate
 
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.models.operators import Model, plain_block
-from co2sim.schedule.schedule import Collective, Compute, Layout
+from co2sim.schedule.schedule import Collective, Compute, Kind, Layout
 from co2sim.simulation.costs import traffic
+from co2sim.strategies import parse
 from co2sim.training.workload import Workload
 
 SIZE = 1000
@@ -173,6 +174,43 @@ def test_what_is_copied_is_what_is_gathered_and_reduced() -> None:
             for kernel in ("copy", "pack")
         }
         assert moved == {"copy": accumulation * 3000 * 4, "pack": accumulation * 2000 * 6}
+
+
+def large() -> Workload:
+    """Seven layers of 300 million parameters, in two micro-steps."""
+    layers = [plain_block(f"layer{n}", (300_000_000,), 1e6, 0.0) for n in range(7)]
+    ends = [plain_block(name, (1000,), 0.0, 0.0) for name in ("first", "last")]
+    return Workload(Model("large", (ends[0], *layers, ends[1]), tokens=1), accumulation=2)
+
+
+def test_megatron_fsdp_gathers_layers_ahead_until_these_are_500_million() -> None:
+    """Beside a layer of 300 million two others: the gather begins two passes before its own."""
+    made = parse("fsdp(version=megatron)").schedule(large(), Layout(2, 2))
+    waits = {op.name: [wait.op for wait in op.after] for op in made.body}
+    assert waits["m0.gather.forward.layer5"] == ["m0.forward.layer2"]
+    assert waits["m1.gather.forward.layer5"] == ["m1.forward.layer2"]
+    assert waits["m0.gather.backward.layer1"] == ["m0.backward.layer4"]
+    assert waits["m0.gather.backward.layer6"] == ["m0.forward.last"]
+    held = parse("fsdp(version=megatron)").memory(large(), Layout(2, 2))["gathered"]
+    assert held.forward[2] == 2 * (2000 + 3 * 300_000_000)  # type: ignore[union-attr, index]
+
+
+def test_megatron_fsdp_waits_where_more_than_a_billion_gradients_are_under_way() -> None:
+    """Of 300 million each four are more; at the end of a micro-step it waits for all."""
+    made = parse("fsdp(version=megatron,reduce=bf16)").schedule(large(), Layout(2, 2))
+    waits = {op.name: [wait.op for wait in op.after] for op in made.body}
+    assert waits["m0.backward.layer2"] == ["m0.reduce.layer6", "m0.gather.backward.layer2"]
+    assert "m0.reduce.first" in waits["m1.forward.first"]
+    held = parse("fsdp(version=megatron,reduce=bf16)").memory(large(), Layout(2, 2))["bucket"]
+    assert held.backward[1] == 2 * 4 * 300_000_000  # type: ignore[union-attr, index]
+
+
+def test_megatron_fsdp_all_reduces_shards_between_nodes_once_a_step() -> None:
+    """Inside a node gradients are reduced in every micro-step, between nodes in the last one."""
+    found = collectives("fsdp(version=megatron,shard=node)", (3, 2), accumulation=3)
+    sums = {kind: sum(w.elements for w in found if w.kind == kind) for kind in Kind}
+    assert (sums[Kind.REDUCE_SCATTER], sums[Kind.ALL_REDUCE]) == (3 * 2000, 1000)
+    assert sums[Kind.ALL_GATHER] == 1000 + 3 * 2 * 1000
 
 
 # --- memory ------------------------------------------------------------------------------------
