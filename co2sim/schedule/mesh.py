@@ -49,8 +49,8 @@ class Mesh:
     )
     etp: Annotated[int, Within((1, _MOST))] = option(
         1,
-        "GPUs that share every expert, where ep divides them: 1 (experts are whole), or as many as"
-        " tp. Without ep tp shares experts, too.",
+        "GPUs that share every expert, with ep of 2 or more: 1 (experts are whole), or as many as"
+        " tp. Without ep the GPUs of tp share every expert, and etp is not stated.",
         "job",
     )
     cp: Annotated[int, Within((1, _MOST))] = option(
@@ -312,8 +312,10 @@ def _problem_of(mesh: Mesh) -> str:
     order = "" if mesh.schedule == "1f1b" else f"schedule={mesh.schedule}"
     if mesh.sequence_parallel and mesh.tp == 1:
         return "sequence_parallel=true needs tp of 2 or more: it divides no more"
-    if mesh.etp not in {1, mesh.tp}:
-        return f"etp={mesh.etp} shares no experts: it must be 1 or tp={mesh.tp}"
+    if mesh.etp not in {1, mesh.tp if mesh.ep > 1 else 1}:
+        alone = f"needs ep of 2 or more: without it all tp={mesh.tp} GPUs share every expert"
+        must = f"shares no experts: it must be 1 or tp={mesh.tp}"
+        return f"etp={mesh.etp} {must if mesh.ep > 1 else alone}"
     if mesh.pp == 1 and (order or mesh.interleave > 1):
         return f"{order or f'interleave={mesh.interleave}'} needs pp of 2 or more"
     if mesh.in_v and mesh.interleave > 1:

@@ -174,9 +174,9 @@ class Axes:
         eps = self.ep or (_powers_up_to(_MOST_EXPERTS) if mixes else (1,))
         pps = self.pp or (tuple(_stages(layers)) if stages and _lines_up(model) else (1,))
         for pp, tp, cp, ep, etp in product(pps, tps, cps, eps, self.etp or (1,)):
-            if self._open and (
-                gpus % (tp * cp * pp) or gpus // pp % (ep * etp) or etp not in {1, tp}
-            ):
+            shares = {1, tp if ep > 1 else 1}
+            lines_up = not gpus % (tp * cp * pp) and not gpus // pp % (ep * etp)
+            if self._open and not (lines_up and etp in shares):
                 continue
             chunks = self.interleave or _chunks(layers, pp)
             chunks = (1,) if pp == 1 and len(pps) > 1 else chunks
