@@ -276,7 +276,9 @@ def _check_prices(space: Space, wanted: Objective) -> None:
         raise OptionError(f"the budget is in {said}, and prices are in {currencies.pop()}")
     if currencies and unpriced:
         raise OptionError(
-            f"{unpriced[0]!r} has no price_per_gpu, and others have; give all or none"
+            f"{unpriced[0]!r} has no price, and others have; give all the same by --set"
+            " price_per_gpu='2.5 USD/h', or this one its own in a copy of its file, as"
+            ' price_per_gpu = "2.5 USD/h"'
         )
     for cluster in loaded:
         lacking = power.missing(cluster)
