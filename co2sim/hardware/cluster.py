@@ -219,6 +219,10 @@ def one_efficiency(attained: float) -> tuple[tuple[Flops, float], ...]:
     return ((1.0, attained), (_LARGEST, attained))
 
 
+LEAST_CAP = 0.6
+"""The fraction of its limit down to which a GPU keeps what `_OF_POWER` says: it does at 0.7, and no
+more at 0.4."""
+
 _OF_POWER = 0.61
 """By which power of its limit the speed of a GPU's products goes down. An MI300X of 750 W attains
 708 TFLOP/s in bf16 and 1,273 in fp8, an MI325X of 1,000 W, with the same multiprocessors, 843 and
@@ -279,6 +283,12 @@ class GPU:
         in_order(self, self.name, "idle_power", "power_cap", "tdp")
         if self.power_cap is not None and self.tdp is None:
             raise OptionError(f"{self.name}: a power_cap needs its tdp, which is not known")
+
+    @property
+    def is_capped_low(self) -> bool:
+        """Whether `clock` is that of a power cap for which it is too fast."""
+        cap, limit = self.power_cap, self.tdp
+        return cap is not None and limit is not None and cap < LEAST_CAP * limit
 
     @property
     def clock(self) -> float:

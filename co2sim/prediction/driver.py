@@ -26,6 +26,7 @@ from co2sim.prediction.notes import (
     ONE_SITE,
     budget_limit,
     host_limits,
+    low_cap,
     offloaded,
     rate_of_a_gpu,
     remarks,
@@ -153,7 +154,7 @@ def run(question: Question, *, progress: bool | None = False, beside: bool = Tru
         result = replace(
             result,
             notes=(*chosen, *_remarks(question, job, result)),
-            warnings=rate_of_a_gpu(question, job.cluster),
+            warnings=(*rate_of_a_gpu(question, job.cluster), *low_cap(job.cluster)),
         )
         if beside:
             times = {name: step_time(other, done) for name, other in _beside(job).items()}

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from co2sim.catalog import Contents, Fact, load_cluster, names
 from co2sim.common.units import Bytes, counted, scaled
-from co2sim.hardware.cluster import GPU, Cluster
+from co2sim.hardware.cluster import GPU, LEAST_CAP, Cluster
 from co2sim.models.operators import Attention, Block
 from co2sim.prediction.intervals import KIND_WORDS, error_model
 from co2sim.prediction.job import Job, stage_of
@@ -256,6 +256,16 @@ def rate_of_a_gpu(question: Question, cluster: Cluster) -> tuple[str, ...]:
     )
     words = f"inter.bandwidth is a node's, and {node} of it are {gpu} a GPU"
     return (f"{words}: clusters of this class have {all_} a node",)
+
+
+def low_cap(cluster: Cluster) -> tuple[str, ...]:
+    """A warning where a power cap is lower than the law of its speed was measured."""
+    gpu = cluster.gpu
+    if not gpu.is_capped_low or gpu.power_cap is None or gpu.tdp is None:
+        return ()
+    cap = f"gpu.power_cap is {gpu.power_cap / gpu.tdp:.0%} of {scaled(gpu.tdp, 'W')}"
+    law = f"speed by power was measured down to {LEAST_CAP:.0%} only"
+    return (f"{cap}: {law}, and trainings on a V100 at 40% were 8 to 20% slower than it says",)
 
 
 @cache

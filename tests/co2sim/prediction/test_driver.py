@@ -252,6 +252,19 @@ def warned(tmp_path: Path, rate: str) -> bool:
     return any("bandwidth" in text for text in found.warnings)
 
 
+def test_a_power_cap_below_what_was_measured_gets_a_warning() -> None:
+    """Below 0.6 of the limit of 700 W, and not at it."""
+    for watts, expected in (("420 W", ()), ("300 W", ("gpu.power_cap is 43% of 700 W",))):
+        case = Question(
+            cluster="dgx-h100",
+            model="gpt2-small",
+            strategy="ddp",
+            gpus=16,
+            overrides={"gpu.power_cap": watts},
+        )
+        assert tuple(text.partition(":")[0] for text in driver.run(case).warnings) == expected
+
+
 def test_the_rate_of_a_gpu_that_is_given_for_a_node_gets_a_warning(tmp_path: Path) -> None:
     """In a file by what most clusters of the catalog have; else by what the cluster itself has."""
     assert warned(tmp_path, "400 Gbit/s")
