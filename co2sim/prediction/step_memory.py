@@ -172,7 +172,10 @@ class StepMemory:
         gpus = job.cluster.layout.world_size
         more = _MORE_AGAIN.get(work.recompute, ("full",))
         parts = job.cluster.gpus_per_node.bit_length()
-        host = ["optimizer", "parameters"][work.offload == "optimizer" :]
+        host = {
+            "none": ("optimizer", "parameters", "activations"),
+            "optimizer": ("parameters",),
+        }
         values: dict[str, Iterable[Any]] = {
             "recompute": more if any(block.boundary for block in work.model.blocks) else (),
             "attention": ["flash"] * (work.attention == "eager"),
@@ -183,7 +186,8 @@ class StepMemory:
             "cp": [2 * work.cp],
             "pp": [2 * work.pp],
             "gpus": [gpus << times for times in range(1, _DOUBLINGS + 1)],
-            "offload": host if work.offload != "parameters" else (),
+            "offload": host.get(work.offload, ()),
+            "quantize-base": ["nf4"] * (work.lora is not None and work.quantize_base == "none"),
         }
         texts = {name: {str(value): value for value in several} for name, several in values.items()}
         return {"strategy": dict(_strategies(self.asked, asked, job)), **texts}

@@ -128,7 +128,20 @@ def test_no_option_is_offered_that_the_stack_lacks(cli: Command) -> None:
         words = f"run -c dgx-h100 -m llama3-8b -s ddp -g 16 --stack {stack} --memory --json".split()
         options = json.loads(cli(*words)[1])["step_memory"]["options"]
         offered[stack] = {option["option"] for option in options}
-    assert "--offload optimizer" in offered["megatron-core"] - offered["torchtitan"]
+    host = {"--offload optimizer", "--offload activations"}
+    assert offered["megatron-core"] - offered["torchtitan"] >= host
+
+
+def test_four_bits_are_offered_for_frozen_weights_alone(cli: Command) -> None:
+    """With adapters, whose base is not in four bits yet."""
+    for more, expected in (
+        ("", False),
+        ("--lora 8", True),
+        ("--lora 8 --quantize-base nf4", False),
+    ):
+        words = f"run -c dgx-h100 -m llama3-8b -s ddp -g 8 {more} --memory --json".split()
+        options = json.loads(cli(*words)[1])["step_memory"]["options"]
+        assert ("--quantize-base nf4" in {option["option"] for option in options}) == expected
 
 
 # --- figures ------------------------------------------------------------------------------------
