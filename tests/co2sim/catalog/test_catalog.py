@@ -19,7 +19,7 @@ from co2sim.catalog.facts import Kind, facts, read
 from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
 from co2sim.common.errors import CatalogError, OptionError, error_line
 from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
-from co2sim.schedule.schedule import WORLD, Collective, DType
+from co2sim.schedule.schedule import NODE, WORLD, Collective, DType
 from co2sim.schedule.schedule import Kind as CollectiveKind
 from co2sim.simulation.costs import cost_of
 
@@ -204,6 +204,47 @@ def test_a_slice_of_tpus_gathers_by_all_links_of_its_torus() -> None:
     gather = Collective(CollectiveKind.ALL_GATHER, "weights", 900_000_000, DType.BF16, WORLD)
     taken = cost_of(gather, cluster).duration_alone(cluster)
     assert taken == pytest.approx(10e-3 * 255 / 256 + 255 * 0.12e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["a6000-2x4", "g5.48xlarge", "rtx4090-4x8"])
+def test_cards_without_nvlink_gather_by_pci_express(name: str) -> None:
+    """By hand: 32 GB/s, of which NCCL has three quarters; 2.4 GB take all but one share of 0.1 s.
+
+    Each step of the ring has 5.7 us.
+    """
+    cluster = load_cluster(name).value
+    ranks = cluster.gpus_per_node
+    gather = Collective(CollectiveKind.ALL_GATHER, "weights", 1_200_000_000, DType.BF16, NODE)
+    taken = cost_of(gather, cluster).duration_alone(cluster)
+    assert taken == pytest.approx(0.1 * (ranks - 1) / ranks + (ranks - 1) * 5.7e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "links", "rate"), [("hls-gaudi2", 21, 100), ("hls-gaudi3", 21, 200)]
+)
+def test_a_gaudi_gathers_by_its_links_to_the_others_of_its_node(
+    name: str, links: int, rate: int
+) -> None:
+    """By hand: 21 links of 100 or 200 Gbit/s; the file says what of it attains."""
+    cluster = load_cluster(name).value
+    assert cluster.intra.bandwidth == links * rate * 1e9 / 8
+    gather = Collective(CollectiveKind.ALL_GATHER, "weights", 1_200_000_000, DType.BF16, NODE)
+    taken = cost_of(gather, cluster).duration_alone(cluster)
+    alone = 2.4e9 * 7 / 8 / (cluster.intra.bandwidth * cluster.intra.efficiency)
+    assert taken == pytest.approx(alone, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["hls-gaudi3", "tpu-v6e", "mi250-800g", "g5.48xlarge", "a6000-2x4"]
+)
+def test_intervals_are_wider_where_no_constant_was_fitted_to_trainings(name: str) -> None:
+    """Than those of as many H100, for the same question: 2.4 times from end to end, not 1.5."""
+    wide, usual = (
+        simulate(cluster, "llama3-8b", "fsdp", gpus=8, accumulation=8)
+        for cluster in (name, "dgx-h100")
+    )
+    ends = [(r.tokens_per_s_low or 0.0, r.tokens_per_s_high or 0.0) for r in (wide, usual)]
+    assert ends[0][1] / ends[0][0] > 1.4 * ends[1][1] / ends[1][0]
 
 
 def test_a_die_of_an_mi250x_is_half_of_a_module() -> None:
