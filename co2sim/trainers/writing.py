@@ -76,11 +76,12 @@ def launch(question: Question, result: Result, trainer: str = "") -> Lines | Non
     takes = {key: table.take[key] for key in how.keys}
     stated |= _divided(stated, {take.option for take in takes.values()})
     keys: dict[str, tuple[str, Any]] = {}
-    for key, take in takes.items():
+    for key, take in sorted(takes.items(), key=lambda each: _distance(each[1], strategy)):
         value = stated.get(take.option)
         text = None if value is None else _text(take, value)
         if text is not None and take.option not in keys:
             keys[take.option] = key, text
+    keys = dict(sorted(keys.items(), key=lambda pair: how.keys.index(pair[1][0])))
     of_model = ("dim.", "model", "size")
     return Lines(
         table.title,
@@ -168,7 +169,8 @@ def _unwritten_strategy(
     made: Any = parse(base)
     if made.name == strategy.name:
         for name, value in _changes(strategy, made):
-            if not {f"strategy.{name}", *_SAID_BY.get(name, ())} & keys.keys():
+            says = {f"strategy.{name}", *_SAID_BY.get(name, ())}
+            if not says & keys.keys() and table.defaults.get(f"strategy.{name}") != str(value):
                 yield f"{name}={value} of {strategy.name}"
     elif not _BY_OTHERS.get(strategy.name, set()) & keys.keys():
         yield f"strategy {title(strategy)}"
@@ -296,15 +298,27 @@ def _text(take: Take, value: Any) -> Any:
 
 def _of_strategies(take: Take, strategy: Strategy) -> Any:
     """By the value that is most like it: of its name, with the fewest other options."""
+    alike = _alike(take, strategy)
+    text = min(alike, key=lambda text: alike[text], default=None)
+    return text if text is None or text is True else typed(text)
+
+
+def _alike(take: Take, strategy: Strategy) -> dict[Any, int]:
+    """Values of a key that say a strategy of this name, with how many other options it has."""
     texts: dict[Any, Any] = dict(take.values) or {True: take.value}
     name = "zero3" if isinstance(strategy, ZeroPP) else strategy.name  # with keys of its own
-    alike = {
+    return {
         text: len(list(_changes(strategy, made)))
         for text, become in texts.items()
         if become and (made := parse(become)).name == name
     }
-    text = min(alike, key=lambda text: alike[text], default=None)
-    return text if text is None or text is True else typed(text)
+
+
+def _distance(take: Take, strategy: Strategy) -> int:
+    """How far the nearest strategy of a key is from this one; 0 for keys of other options."""
+    if take.option != "strategy" or not (take.values or take.value):
+        return 0
+    return min(_alike(take, strategy).values(), default=0)
 
 
 def _changes(strategy: Any, other: Any) -> Iterator[tuple[str, Any]]:

@@ -345,7 +345,7 @@ def test_every_table_takes_what_a_question_has() -> None:
 JOBS = {
     "torchtitan": ("fsdp", "fsdp(shard=node)", "fsdp(reshard_after_forward=false)", "ddp"),
     "torchtitan-eager": ("fsdp",),
-    "megatron-core": ("ddp", "zero1"),
+    "megatron-core": ("ddp", "zero1", "fsdp(reduce=bf16, version=megatron)"),
     "nanotron": ("ddp", "zero1"),
     "huggingface": (
         "ddp",
@@ -356,7 +356,7 @@ JOBS = {
         "zeropp(hpz=false)",
     ),
     "Lightning": ("ddp", "fsdp(version=1)", "zero1", "zero2", "zero3"),
-    "axolotl": ("fsdp", "fsdp(shard=node)", "fsdp(version=1)"),
+    "axolotl": ("fsdp(sync=last)", "fsdp(shard=node, sync=last)", "fsdp(sync=last, version=1)"),
 }
 ASKING = {"Lightning": "torchtitan-eager", "axolotl": "huggingface"}
 """Stacks of trainers that are written where they ask."""
