@@ -5,6 +5,7 @@ And published prices, and carbon of grids, which clusters name.
 
 import datetime as dt
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -98,6 +99,10 @@ def _on_hub(reference: str) -> bool:
     )
 
 
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
+"""What may be OWNER/NAME of a model on the Hugging Face Hub, and is no path such as ./model."""
+
+
 def config_of(reference: str) -> Path | None:
     """The config.json of a folder, or of OWNER/NAME of the Hub in the cache of this machine."""
     inside = Path(reference) / "config.json"
@@ -134,11 +139,7 @@ def read(kind: Kind, reference: str) -> Tree:
     if is_file(reference) or path != Path(reference):
         of_a_kind = _has_ending(reference) or reference.startswith("/") or path.exists()
         if kind == "models" and not of_a_kind:
-            raise CatalogError(
-                f"{reference} is no file, and no model of the catalog (`co2sim list models`); of"
-                " one on the Hugging Face Hub download config.json and give its path, or get"
-                f" it into the cache of this machine: hf download {reference} config.json"
-            )
+            raise _no_model(reference)
         text = _text(path, reference)
     else:
         key, keys = key_of(kind, reference), names(kind)
@@ -154,6 +155,18 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def _no_model(reference: str) -> CatalogError:
+    """The refusal of a path, or of OWNER/NAME on the Hub, which this machine may get."""
+    of_hub = (
+        "of one on the Hugging Face Hub download config.json and give its path, or get it into the"
+        f" cache of this machine: hf download {reference} config.json"
+    )
+    return CatalogError(
+        f"{reference} is no file, and no model of the catalog (`co2sim list models`); "
+        f"{of_hub if _ON_HUB.fullmatch(reference) else 'give one, or a folder with config.json'}"
+    )
 
 
 def _unknown(kind: Kind, reference: str, keys: Sequence[str]) -> CatalogError:

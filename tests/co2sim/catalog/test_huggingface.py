@@ -126,6 +126,14 @@ def test_classes_that_are_not_known_are_refused(tmp_path: Path, names: object) -
         load_model(written(tmp_path, LLAMA | {"architectures": names}))
 
 
+@pytest.mark.parametrize(("name", "loads"), [("some/model", 1), ("./model", 0), ("a/b/model", 0)])
+def test_only_a_name_of_the_hub_is_to_be_downloaded(name: str, loads: int) -> None:
+    """Not a path of somebody's machine, of which the line says that nothing is there."""
+    with pytest.raises(CatalogError, match=f"{name} is no file") as error:
+        load_model(name)
+    assert str(error.value).count("hf download") == loads
+
+
 def test_a_classifier_is_divided_and_predicted_as_other_models(tmp_path: Path) -> None:
     """A head of few labels costs less than one over the vocabulary, and a missing head nothing."""
     times = []
