@@ -28,6 +28,8 @@ _MOST_LETTERS = 1000
 
 _ARGUMENT = re.compile(r"^(?:\S+: ?|\[[^\]]*\]:? ?)?\s*(\w+) \.{3,} ?(.*?)\s*$")
 """A line of the arguments in a log of Megatron-LM, behind the mark of a rank, if any."""
+_OPEN = re.compile(r"[$`]|\{\{|^(\?\?\?|<.*>)$")
+"""Of a value that only a run knows, or that a template leaves to another program."""
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)")
 _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _WORDS: dict[str, bool | None] = {"true": True, "True": True, "false": False, "False": False}
@@ -281,7 +283,8 @@ def _flags_of(words: Sequence[str], values: Values) -> Iterator[str]:
     for word in [*words, "--"]:
         key = _KEY.fullmatch(word)
         if word != "--" and not key and not _FLAG.fullmatch(word):
-            if (not name or some) and _CONFIG.fullmatch(word):
+            is_handed_on = not name or some or name in LAUNCHERS.hands_on
+            if is_handed_on and _CONFIG.fullmatch(word):
                 yield word
             some.append(word)
             continue
@@ -311,7 +314,7 @@ def typed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = value.strip()
-    if "$" in text or "`" in text or text == "???" or (text.startswith("<") and text.endswith(">")):
+    if _OPEN.search(text):
         return Unset(text)
     if text in _WORDS:
         return _WORDS[text]

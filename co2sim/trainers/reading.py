@@ -106,8 +106,15 @@ def read_trainer(*paths: str | Path) -> Reading:
     parts = _with_included([_Asked.of(path) for path in paths])
     options: dict[str, Stated] = {}
     lists: dict[str, list[Key]] = {n: [] for n in ("taken", "ignored", "missing", "unknown")}
-    for table, key in _last(parts).values():
-        _take(table, key, options, lists)
+    last = _last(parts)
+    for table, key in last.values():
+        beside = (name.rpartition("=") for name in table.idle.get(table.key(key.name), ()))
+        values = ((last.get((table.name, name)), value) for name, _, value in beside)
+        if any(other and str(other[1].value) == value for other, value in values):
+            lists["ignored"].append(key)
+        else:
+            _take(table, key, options, lists)
+    lists["taken"] += _sums(last, options)
     _refuse_both(lists["taken"])
     for part in reversed(parts):
         _add_usual(part, options, alone=len(parts) == 1)
@@ -164,7 +171,8 @@ def _assumed(stated: Mapping[str, Stated], options: Mapping[str, Any]) -> Iterat
         head, _, part = name.partition(".")
         has = name not in parts and {
             "dim": isinstance(options.get("model"), Contents),
-            "strategy": not part or f"{part}={text_of(usual.value)}" in options.get("strategy", ""),
+            "strategy": f"{part}={text_of(usual.value)}" * bool(part)
+            in options.get("strategy", ()),
             "stage_batch": "micro_tokens" not in stated,
             "stack": name in {"stack", *options["overrides"]},
             "model": name in options["overrides"],
@@ -172,6 +180,8 @@ def _assumed(stated: Mapping[str, Stated], options: Mapping[str, Any]) -> Iterat
         if has and not usual.key and usual.value is not None:
             yield _words(name, options[name] if usual.value == "tp" else usual.value)
     model = options.get("model")
+    if isinstance(model, str) and "model.seq_len" not in stated:
+        yield "sequences as long as the model's"
     if isinstance(model, Contents) and "dim.ffn" not in stated:
         yield _words("dim.ffn", model.tree["ffn"])
 
@@ -264,7 +274,7 @@ def _included(
         key = table.key(name)
         if key not in table.includes and not (content.is_script and key in LAUNCHERS.includes):
             continue
-        for other in _file_names(value):
+        for other in _file_names(value, is_bare=key in table.bare_names):
             file = place(path, other, table.places)
             texts = {Path(name).name: text for name, text in content.written.items()}
             text = texts.get(Path(other).name)
@@ -278,15 +288,15 @@ def _included(
                 raise CatalogError(f"{path}: {name} names {other}, which is no file beside it")
 
 
-def _file_names(value: Any) -> Iterator[str]:
-    """Of one, of several, or of a list of Hydra, which has groups, too."""
+def _file_names(value: Any, *, is_bare: bool = False) -> Iterator[str]:
+    """Of one, which may be without its ending, or of a list of Hydra, which has groups, too."""
     for each in value if isinstance(value, list) else [value]:
         if isinstance(each, Mapping) and len(each) == 1:
             group, name = next(iter(each.items()))
             if name and not re.search(r"[@ ]", str(group)):
                 yield f"{group}/{name}.yaml"
         elif isinstance(each, str) and each and not isinstance(each, Unset) and each != "_self_":
-            is_named = isinstance(value, list) and not re.search(r"\.\w+$", each)
+            is_named = (isinstance(value, list) or is_bare) and not re.search(r"\.\w+$", each)
             yield f"{each}.yaml" if is_named else each
 
 
@@ -379,6 +389,20 @@ def _take(
     elif table.is_ignored(key) or table.is_ignored(entry.name):
         kind = "ignored"
     lists[kind].append(replace(entry, became=became))
+
+
+def _sums(
+    last: Mapping[tuple[str, str], tuple[Table, Key]], options: dict[str, Stated]
+) -> Iterator[Key]:
+    """Put what several keys state together into the options, where none does alone."""
+    for table in {table.name: table for table, _ in last.values()}.values():
+        for option, names in ((option, names) for option, s in table.sums.items() for names in s):
+            keys = [last[table.name, name][1] for name in names if (table.name, name) in last]
+            sizes = [key.value for key in keys if type(key.value) is int]
+            if option not in options and len(sizes) == len(names):
+                name = " + ".join(key.name for key in keys)
+                options[option] = Stated(sum(sizes), name, keys[-1].file)
+                yield Key(keys[-1].file, name, sum(sizes), _words(option, sum(sizes)))
 
 
 _FLAGS = object()

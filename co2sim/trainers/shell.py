@@ -52,14 +52,11 @@ _SUMS = {
     ast.Mod: operator.mod,
 }
 _COMPARED = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
+    **dict.fromkeys(("=", "==", "-eq"), operator.eq),
+    **dict.fromkeys(("!=", "-ne"), operator.ne),
+    **dict.fromkeys((">", "-gt"), operator.gt),
+    **dict.fromkeys(("<", "-lt"), operator.lt),
     "-ge": operator.ge,
-    "-lt": operator.lt,
     "-le": operator.le,
 }
 _WITHOUT_TRAINING = {

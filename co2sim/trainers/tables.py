@@ -116,7 +116,10 @@ class Table:
     its flags, and `pipeline` those where there are stages of one. `includes` are keys that name
     another file, which is in one of `places` of a folder above; where it is not, an option that the
     key `opens` has to be given. `starts` are words of commands that start a training, and `implies`
-    what a key with a value brings along where no other key says it. A table that `extends` another
+    what a key with a value brings along where no other key says it. A key that is `idle` beside one
+    of these keys=values says nothing. An option of `sums` is that of several keys together where
+    none states it alone. Flags that `hands_on` has name a YAML or TOML, which is read
+    if it is here, and those of `bare_names` one without its ending. A table that `extends` another
     one has its keys, too.
     """
 
@@ -136,6 +139,10 @@ class Table:
     script: Mapping[str, Any] = field(default_factory=dict)
     starts: Sequence[str] = ()
     implies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    idle: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    sums: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
+    hands_on: Sequence[str] = ()
+    bare_names: Sequence[str] = ()
     launch: Launch | None = None
 
     def key(self, name: str) -> str:
@@ -197,7 +204,7 @@ def _of(name: str, text: str) -> Table:
         for part in ("take", "warn"):
             tree[part] = base.get(part, {}) | tree.get(part, {})
         tree["ignore"] = [*base["ignore"], *tree.get("ignore", ())]
-        for part in ("includes", "opens"):
+        for part in ("includes", "opens", "sums"):
             tree.setdefault(part, base.get(part, {}))
     return Table(
         name=name,

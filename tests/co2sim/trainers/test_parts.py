@@ -378,3 +378,135 @@ def test_keys_of_megatron_that_matter_are_warnings(tmp_path: Path, key: str) -> 
     """Where they have no option, though many beside them do not matter."""
     reading = read_trainer(written(tmp_path, "a.yaml", f"num_layers: 4\n{key}\n"))
     assert [missing.name for missing in reading.missing] == [key.partition(":")[0]]
+
+
+OF_TRL = """
+model_name_or_path: a/Qwen2.5-3B-Instruct
+bf16: true
+per_device_train_batch_size: 1
+max_prompt_length: 512
+max_completion_length: 1024
+num_generations: 8
+"""
+GRPO = "accelerate launch --num_processes 2 grpo.py --config recipes/usa.yaml --learning_rate 5e-6"
+
+
+def test_a_yaml_behind_a_flag_is_read_with_its_script(tmp_path: Path) -> None:
+    """As TRL hands its recipe on; one that is not here leaves its trainer unknown."""
+    script = written(tmp_path, "run.sh", GRPO)
+    with pytest.raises(CatalogError, match="no trainer is known"):
+        read_trainer(script)
+    (tmp_path / "recipes").mkdir()
+    written(tmp_path / "recipes", "usa.yaml", OF_TRL)
+    options = read_trainer(script).options
+    assert [options[name] for name in ("model", "micro_batch", "gpus")] == ["qwen2.5-3b", 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("more", "length"), [("", "1536"), ("max_length: 2048", "2048"), ("no", "")]
+)
+def test_a_sequence_of_two_parts_is_as_long_as_both(tmp_path: Path, more: str, length: str) -> None:
+    """A key that says all of it wins, and one part alone says nothing."""
+    text = OF_TRL + more if more != "no" else OF_TRL.replace("max_prompt_length: 512", "")
+    overrides = read_trainer(written(tmp_path, "recipe.yaml", text)).options["overrides"]
+    assert overrides.get("model.seq_len", "") == length
+
+
+def test_answers_that_a_training_makes_are_not_counted(tmp_path: Path) -> None:
+    """The time of GRPO's generation comes on top, which a warning says."""
+    reading = read_trainer(written(tmp_path, "recipe.yaml", OF_TRL))
+    assert [key.name for key in reading.missing] == ["num_generations"]
+
+
+def test_what_a_template_leaves_open_has_to_be_given(tmp_path: Path) -> None:
+    """A value in {{braces}} is one that nothing sets."""
+    text = "parallelism: {dp: 4, recompute_layer: '{{RECOMPUTE}}'}\ntokens: {micro_batch_size: 2}\n"
+    reading = read_trainer(written(tmp_path, "config.yaml", text))
+    with pytest.raises(CatalogError, match=r"recompute_layer is \{\{RECOMPUTE\}\}, which nothing"):
+        reading.refuse_unset(())
+    reading.refuse_unset({"recompute"})
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, None), (3, "parameters")])
+def test_parameters_are_on_the_host_in_stage_3_alone(
+    tmp_path: Path, stage: int, offload: str | None
+) -> None:
+    """DeepSpeed's offload_param says nothing beside stage 2, in its JSON and in Accelerate's."""
+    ours = {"distributed_type": "DEEPSPEED"}
+    ours["deepspeed_config"] = {"zero_stage": stage, "offload_param_device": "cpu"}
+    theirs = {"zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}}}
+    for name, tree in (("accelerate.json", ours), ("deepspeed.json", theirs)):
+        reading = read_trainer(written(tmp_path, name, json.dumps(tree)))
+        assert reading.options.get("offload") == offload, name
+
+
+HYDRA = """
+torchrun --nproc_per_node=4 pretrain.py --config-path=/home/a/conf --config-name=gpt_config \\
+  trainer.precision=bf16 model.micro_batch_size=2 model.global_batch_size=8
+"""
+NEMO = """
+trainer: {precision: 16}
+model:
+  {micro_batch_size: 4, tensor_model_parallel_size: 2, encoder_seq_length: 512, num_layers: 12,
+  hidden_size: 768, num_attention_heads: 12, fp8: false, fp8_hybrid: true, cpu_offloading: false,
+  cpu_offloading_weights: true}
+"""
+
+
+def test_the_config_that_hydra_names_is_read(tmp_path: Path) -> None:
+    """Without its ending, in the folder conf of one above; keys of the command win."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "scripts").mkdir()
+    script = written(tmp_path / "scripts", "run.sh", HYDRA)
+    assert "model" in read_trainer(script).unset
+    written(tmp_path / "conf", "gpt_config.yaml", NEMO)
+    options = read_trainer(script).options
+    assert [options[name] for name in ("tp", "micro_batch", "precision")] == [2, 2, "bf16"]
+
+
+def test_what_is_off_makes_other_keys_idle(tmp_path: Path) -> None:
+    """Of NeMo 1: a format of fp8 beside fp8: false, and what the host would keep."""
+    path = written(tmp_path, "nemo.yaml", NEMO)
+    reading = read_trainer(path)
+    assert reading.options["precision"] == "fp16"
+    assert not reading.missing
+    path.write_text(NEMO.replace("fp8: false", "fp8: true"))
+    assert read_trainer(path).options["precision"] == "fp8"
+
+
+def test_a_tokenizer_says_how_many_words_there_are(tmp_path: Path) -> None:
+    """Those of Megatron-LM and of Pai-Megatron-Patch, where no key does."""
+    text = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2"
+    text += " --seq-length 64 --micro-batch-size 1 "
+    for flags, words in (
+        ("--tokenizer-type Llama2Tokenizer", 32000),
+        ("--patch-tokenizer-type Qwen2Tokenizer", 151936),
+        ("--patch-tokenizer-type Qwen2Tokenizer --vocab-size 1000", 1000),
+        ("", 50304),
+    ):
+        model = read_trainer(written(tmp_path, "run.sh", text + flags)).options["model"]
+        assert model.tree["vocab"] == words, flags
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [("", 8), ("2", 16)])
+def test_texts_are_compared_in_double_brackets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, gpus: int
+) -> None:
+    """`[[ "$N" > 1 ]]` holds for 2, and not for what nothing sets."""
+    script = 'if [[ "$HOW_MANY" > 1 ]]; then NNODES=$HOW_MANY; else NNODES=1; fi\n'
+    script += "torchrun --nproc_per_node 8 --nnodes $NNODES train.py --micro-batch-size 1"
+    monkeypatch.setenv("HOW_MANY", nodes)
+    assert read_trainer(written(tmp_path, "run.sh", script)).options["gpus"] == gpus
+
+
+def test_the_length_of_a_sequence_is_assumed_where_no_key_says_it(tmp_path: Path) -> None:
+    """That of the model, which may be longer than what the data has."""
+    text = OF_TRL.replace("max_prompt_length: 512", "")
+    assert (
+        "sequences as long as the model's"
+        in read_trainer(written(tmp_path, "recipe.yaml", text)).assumed
+    )
+    assert not any(
+        "sequences" in words
+        for words in read_trainer(written(tmp_path, "both.yaml", OF_TRL)).assumed
+    )
