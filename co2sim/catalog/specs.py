@@ -47,10 +47,10 @@ from co2sim.hardware.cluster import (
     Link,
     ProductSpeed,
     Scatter,
-    Tier,
     TokenBucket,
 )
 from co2sim.hardware.contract import Contract
+from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.delta_rule import DeltaRule
 from co2sim.models.operators import Model, plain_block
@@ -282,7 +282,10 @@ GPUSpec = _spec(
 """`gpus/*.toml`: what no kernel attains for sure, a file must say."""
 
 TierSpec = _spec(Tier, _Built)
-"""`rail` and `spine` of the links between nodes."""
+"""`leaf` and `spine` of a fabric."""
+
+FabricSpec = _spec(Fabric, _Built)
+"""`fabric` of a cluster."""
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""

@@ -34,6 +34,7 @@ from co2sim.common.validation import (
     whole,
 )
 from co2sim.hardware.contract import Bill, Contract, bill
+from co2sim.hardware.fabric import Fabric, Pod, network_cards, pods
 from co2sim.hardware.failures import Failures
 from co2sim.schedule.schedule import DType, Layout
 
@@ -316,7 +317,7 @@ class GPU:
         return self.precisions[0]
 
 
-__all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
+__all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter"]
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -344,24 +345,6 @@ Topology = Literal["switch", "mesh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
-    """Switches between pods of `nodes` nodes each: what leaves a pod passes them.
-
-    A pod's uplinks have the bandwidth of its nodes together, divided by `oversubscription`. Traffic
-    of a node that crosses the tier attains that of its network cards divided by `congestion`, as
-    where several flows meet on one uplink. Both are 1 or more.
-    """
-
-    nodes: Count
-    oversubscription: Multiple = 1.0
-    congestion: Multiple = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no switch can be."""
-        check(self, "tier")
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
     """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
 
@@ -383,22 +366,10 @@ class Link:
     busy_efficiency: Fraction = 1.0
     ring_loss: Slowdown = 0.0
     topology: Topology = "switch"
-    rail: Tier | None = None
-    spine: Tier | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
         check(self, "link")
-        if self.rail and self.spine and self.spine.nodes % self.rail.nodes:
-            raise OptionError(
-                f"spine: pods of {self.spine.nodes} nodes are no multiple of those of the rail,"
-                f" {self.rail.nodes}"
-            )
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers that there are, from the nearest on."""
-        return tuple(tier for tier in (self.rail, self.spine) if tier)
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -426,18 +397,18 @@ class Cluster:
     """Nodes of identical GPUs.
 
     `intra` is one GPU's link to the others of its node, `inter` all NICs of one node together,
-    `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
-    communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
-    over: twice what it finds (src/graph/connect.cc), at least one for every network card.
-    `network_overhead` is what the host of a node needs to post a message (`protocols`), and
-    `call_overhead` what hosts add to every collective, however many steps it has: they launch it
-    and notice its end. `host` is what the cores of a machine add that serves all ranks itself, as
-    in a lab. `stack` is the software stack of the catalog that runs on it unless another is asked
-    for; empty: the default of all. `currency` is that of `price_per_gpu` and of the `contract`,
-    which says what is billed beside hours of the GPUs that train. `scatter` is known where
-    a probe measured the cluster, `failures` where it is known how often its parts fail. Where
-    that is not known, trainings of more than a week count those of published jobs if
-    `count_failures` says so.
+    `wan` the uplink of one site, and `fabric` the switches between nodes. `interference` is the
+    fraction by which compute slows down while communication of the same rank is in flight.
+    `channels` is how many rings NCCL spreads a buffer over: twice what it finds
+    (src/graph/connect.cc), at least one for every network card. `network_overhead` is what the host
+    of a node needs to post a message (`protocols`), and `call_overhead` what hosts add to every
+    collective, however many steps it has: they launch it and notice its end. `host` is what the
+    cores of a machine add that serves all ranks itself, as in a lab. `stack` is the software stack
+    of the catalog that runs on it unless another is asked for; empty: the default of all.
+    `currency` is that of `price_per_gpu` and of the `contract`, which says what is billed beside
+    hours of the GPUs that train. `scatter` is known where a probe measured the cluster, `failures`
+    where it is known how often its parts fail. Where that is not known, trainings of more than a
+    week count those of published jobs if `count_failures` says so.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. All that meet
@@ -471,6 +442,7 @@ class Cluster:
     call_overhead: Time = 0.0
     sites: Count = 1
     wan: Link | None = None
+    fabric: Fabric | None = None
     price_per_gpu: Price | None = None
     price_low: Price | None = None
     price_high: Price | None = None
@@ -510,6 +482,7 @@ class Cluster:
                     " busy_efficiency other than 1, and no ring_loss, rail or spine; only"
                     " inter has"
                 )
+        assert self.pods is not None  # which refuses what cannot be wired
         if self.host and self.host.wan and self.wan is None:
             raise OptionError(
                 f"{self.name}: the host has a burst of wan, but the cluster has no wan"
@@ -525,6 +498,18 @@ class Cluster:
     def layout(self) -> Layout:
         """Placement of one rank per GPU."""
         return _layout(self.nodes, self.gpus_per_node, self.sites)
+
+    @property
+    def cards(self) -> int:
+        """Network cards of a node."""
+        return network_cards(self.fabric, self.inter.bandwidth, self.gpus_per_node)
+
+    @property
+    def pods(self) -> tuple[Pod, ...]:
+        """The tiers of switches that have uplinks, from the nodes on."""
+        if self.fabric is None:
+            return ()
+        return pods(self.fabric, self.inter.bandwidth, self.cards)
 
     @property
     def nodes_per_site(self) -> int:

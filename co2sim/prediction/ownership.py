@@ -27,6 +27,7 @@ from co2sim.common.errors import OptionError, UnitError, nearest
 from co2sim.common.units import BytesPerSecond, Seconds, Watts, parse
 from co2sim.common.validation import Price, Quantity, check, fraction
 from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.fabric import Fabric, Network, network
 from co2sim.prediction import power
 
 YEAR: Seconds = 31_557_600.0
@@ -73,7 +74,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is bought, and what it draws.
+    """What is bought, and what it draws. `fabric` joins its nodes.
 
     `ports` are those of one node, of `port_speed` each. The powers are those of one GPU that works
     as in training, that waits, and at most, and of what a node draws besides.
@@ -89,19 +90,7 @@ class Machine:
     most: Watts
     node_power: Watts
     pue: float
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """Switches by tier, from the nodes on, and links between all of them."""
-
-    tiers: tuple[int, ...] = ()
-    links: int = 0
-
-    @property
-    def switches(self) -> int:
-        """All of them."""
-        return sum(self.tiers)
+    fabric: Fabric | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +149,7 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
     assert gpu.tdp is not None
     assert cluster.node_power is not None
     assert cluster.pue is not None
-    cards = min(cluster.gpus_per_node, math.ceil(cluster.inter.bandwidth / _KNOWN_SPEED))
-    share = cluster.inter.bandwidth / cards
+    share = cluster.inter.bandwidth / cluster.cards
     speed = next((sold for sold in _SPEEDS if sold >= share * (1 - 1e-9)), _SPEEDS[-1])
     return Machine(
         gpus=layout.world_size,
@@ -174,28 +162,8 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
         most=gpu.power_cap or gpu.tdp,
         node_power=cluster.node_power,
         pue=cluster.pue,
+        fabric=cluster.fabric,
     )
-
-
-def fat_tree(ends: int, ports: int) -> Network:
-    """The smallest tree of switches with `ports` ports that joins `ends` ports without blocking.
-
-    One switch, or two or three tiers, in which half of the ports of a switch lead down (Al-Fares,
-    Loukissas and Vahdat, SIGCOMM 2008). Raises OptionError where three do not suffice.
-    """
-    if ends <= ports:
-        return Network((1,), ends)
-    half = ports // 2
-    leaves = math.ceil(ends / half)
-    if leaves <= ports:
-        return Network((leaves, math.ceil(leaves * half / ports)), ends + leaves * half)
-    if leaves > half * ports:
-        most = half * half * ports
-        raise OptionError(
-            f"{ends:,} ports of nodes; three tiers of switches with {ports} ports join at most"
-            f" {most:,}"
-        )
-    return Network((leaves, leaves, math.ceil(leaves * half / ports)), ends + 2 * leaves * half)
 
 
 def network_of(costs: Costs, bought: Machine) -> Network:
@@ -203,12 +171,13 @@ def network_of(costs: Costs, bought: Machine) -> Network:
     nodes = bought.nodes // bought.sites
     if nodes == 1:
         return Network()
-    of_site = fat_tree(nodes * bought.ports, costs.switch_ports)
+    speed = bought.port_speed
+    of_site = network(bought.fabric, nodes, bought.ports, speed, costs.switch_ports)
     return Network(tuple(n * bought.sites for n in of_site.tiers), of_site.links * bought.sites)
 
 
 def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -> Ownership:
-    """What it costs to own a machine for some years. Raises OptionError like `fat_tree`."""
+    """What it costs to own a machine for some years. Raises OptionError like `network`."""
     utilization = fraction("utilization", utilization)
     hours, network = years * YEAR / HOUR, network_of(costs, bought)
     scale = bought.port_speed / _KNOWN_SPEED

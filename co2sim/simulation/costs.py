@@ -22,7 +22,8 @@ import numpy as np
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.resources import remembered
 from co2sim.common.units import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
-from co2sim.hardware.cluster import GPU, AllReduce, Cluster, Hops, KernelTimes, Protocols, Tier
+from co2sim.hardware.cluster import GPU, AllReduce, Cluster, Hops, KernelTimes, Protocols
+from co2sim.hardware.fabric import Pod, imbalance
 from co2sim.hardware.offloading import speed
 from co2sim.schedule.schedule import (
     PEERS,
@@ -45,31 +46,28 @@ class Crossing:
     """One group's collective on a tier: `bytes` through the uplinks of each pod.
 
     `members` is how many of its ranks a full pod has, `share` the part of what a node sends that
-    crosses.
+    crosses, and `load` the bytes on the busiest uplink over those that spread paths would put on
+    it. Where ranks are scattered, every node of a pod sends the bytes, and `members` are its ranks.
     """
 
-    tier: Tier
+    pod: Pod
     bytes: Bytes
     members: int
     share: float
+    load: float = 1.0
 
     @property
     def slowdown(self) -> float:
         """Of the network cards, by congestion."""
-        return 1 + self.share * (self.tier.congestion - 1)
+        return 1 + self.share * (self.pod.tier.congestion - 1)
 
     def groups(self, cluster: Cluster) -> int:
         """How many groups of the kind share the uplinks of a pod."""
-        return cluster.gpus_per_node * self.tier.nodes // self.members
+        return cluster.gpus_per_node * self.pod.ours // self.members
 
 
 def crossings(
-    cluster: Cluster,
-    members: int,
-    per_node: int,
-    per_site: int,
-    inter: Bytes,
-    exchanged: Bytes | None = None,
+    cluster: Cluster, ranks: "Placement", inter: Bytes, exchanged: Bytes | None = None
 ) -> tuple[Crossing, ...]:
     """The tiers that a group crosses whose busiest node sends `inter` bytes to others.
 
@@ -77,18 +75,41 @@ def crossings(
     from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
     more of them in a pod of that site.
     """
-    crossed = []
-    for tier in cluster.inter.tiers:
-        sites = -(-tier.nodes // cluster.nodes_per_site)  # that a pod reaches
-        here = min(per_node * tier.nodes, per_site * sites)
-        if here >= members:
+    crossed, members, per_node = [], ranks.members, ranks.per_node
+    for pod in cluster.pods:
+        sites = -(-pod.ours // cluster.nodes_per_site)  # that a pod reaches
+        here = min(per_node * pod.ours, ranks.per_site * sites)
+        away, peers = inter, 1
+        if pod.fabric.scattered:
+            others = cluster.nodes_per_site - 1
+            share = max(0.0, (others + 1 - pod.ours) / others) if others else 0.0
+            if ranks.nodes == 1 or not share:
+                continue
+            here, away = per_node, inter * share
+        elif here >= members:
             continue
-        if exchanged is None:
-            crossed.append(Crossing(tier, inter, here, 1.0))
+        elif exchanged is None:
+            share = 1.0
         else:
-            away = exchanged * here * (members - here) / members
-            crossed.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
+            share = (members - here) / (members - per_node)
+            away, peers = exchanged * here * (members - here) / members, here * (members - here)
+        crossing = Crossing(pod, away, here, share)
+        crossed.append(replace(crossing, load=_busiest(crossing, ranks, cluster, peers)))
     return tuple(crossed)
+
+
+def _busiest(crossing: Crossing, ranks: "Placement", cluster: Cluster, pairs: int) -> float:
+    """The load of the busiest uplink where `pairs` of members of a group send to each other.
+
+    In a ring one node of the group sends out of a pod, by as many network cards as its ranks have.
+    """
+    pod = crossing.pod
+    if pod.fabric.paths == "spread":
+        return 1.0
+    each = pairs if pairs > 1 else max(1.0, pod.cards * ranks.per_node / cluster.gpus_per_node)
+    flows = crossing.groups(cluster) * each * crossing.share * pod.fabric.flows
+    switches = pod.switches * -(-cluster.nodes_per_site // pod.ours)
+    return imbalance(max(1, round(flows / pod.switches)), pod.uplinks, switches)
 
 
 def _uncongested(tiers: Sequence[Crossing]) -> float:
@@ -96,9 +117,9 @@ def _uncongested(tiers: Sequence[Crossing]) -> float:
     return 1 / max((crossing.slowdown for crossing in tiers), default=1.0)
 
 
-def uplinks(tier: Tier, cluster: Cluster) -> BytesPerSecond:
+def uplinks(pod: Pod, cluster: Cluster) -> BytesPerSecond:
     """Payload bytes per second that leave a pod at most."""
-    return tier.nodes * cluster.inter.payload_bandwidth / tier.oversubscription
+    return pod.bandwidth * cluster.inter.payload_bandwidth
 
 
 Algorithm = Literal["ring", "tree"]
@@ -244,7 +265,11 @@ class CollectiveCost:
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
         """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
         return [
-            crossing.bytes * crossing.groups(cluster) / self.share / uplinks(crossing.tier, cluster)
+            crossing.load
+            * crossing.bytes
+            * crossing.groups(cluster)
+            / self.share
+            / uplinks(crossing.pod, cluster)
             for crossing in self.tiers
         ]
 
@@ -422,7 +447,7 @@ def _ring(
     before = 0.0
     if (hops or cluster.hops) == "in_turn" and ranks.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
-    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, pushed)
+    tiers = crossings(cluster, ranks, pushed)
     share = min(cluster.inter.bandwidth / _RING_LOSS_FROM, 1.0)
     lost = share * cluster.inter.ring_loss * math.log2(ranks.nodes)
     cost = CollectiveCost(
@@ -463,7 +488,7 @@ def _pairwise(size: Bytes, ranks: Placement, cluster: Cluster) -> CollectiveCost
     m, k, q = ranks.members, ranks.per_node, ranks.per_site
     protocol = _simple(ranks, cluster)
     inter = size * k * (m - k) / m
-    tiers = crossings(cluster, m, k, q, inter, exchanged=size)
+    tiers = crossings(cluster, ranks, inter, exchanged=size)
     return CollectiveCost(
         latency=_steps(k - 1, q - k, m - q, protocol),
         intra=size * (k - 1) / m,
@@ -532,7 +557,7 @@ def _all_reduce(
     protocol = _simple(ranks, cluster)
     between = 2 * size * (ranks.nodes - 1) / ranks.nodes
     steps = _steps(ranks.per_node - 1, ranks.nodes - ranks.sites, ranks.sites - 1, protocol)
-    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, between)
+    tiers = crossings(cluster, ranks, between)
     return replace(
         _ring(pushed, 2, ranks, cluster, protocol),
         latency=2 * steps,
@@ -549,7 +574,7 @@ def _tree(
 ) -> CollectiveCost:
     depth, far = (math.ceil(math.log2(n)) for n in (ranks.nodes // ranks.sites, ranks.sites))
     out = _tree_out(size, ranks.nodes)
-    tiers = crossings(cluster, ranks.members, ranks.per_node, ranks.per_site, out)
+    tiers = crossings(cluster, ranks, out)
     cost = replace(
         _ring(pushed, 2, ranks, cluster, protocol),
         share=1.0,

@@ -3,6 +3,7 @@
 Nothing runs here: the engines execute what `lower` gives.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
-from co2sim.hardware.cluster import Cluster, Tier
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.fabric import Pod
 from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
 from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, uplinks, work_time
 from co2sim.simulation.noise import Noise
@@ -159,17 +161,17 @@ def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSec
     for index in range(len(folding.classes)):
         capacity["gpu", index] = cluster.intra.payload_bandwidth
         capacity["nic", folding.node(index)] = cluster.inter.payload_bandwidth
-        for tier in cluster.inter.tiers:
-            capacity[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
+        for pod in cluster.pods:
+            capacity[pod, pod_of(pod, folding, folding.node(index))] = uplinks(pod, cluster)
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
         capacity.update({("wan", site): speed for site in range(cluster.sites)})
     return capacity
 
 
-def pod_of(tier: Tier, folding: Folding, index: int) -> int:
-    """The pod of a class; folded ones share one."""
-    return 0 if folding.folded else folding.node(index) // tier.nodes
+def pod_of(pod: Pod, folding: Folding, node: int) -> int:
+    """Which pod of a kind a node is in; folded ones share one."""
+    return 0 if folding.folded else node // pod.ours
 
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -414,6 +416,7 @@ def _transfer(
     """Bytes on every link; a folded rank stands for all groups that share its node and site."""
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
+    nodes = {folding.node(index) for index in members}
     intra, nic, wan = cost.bytes_per_link(cluster)
     nic /= cost.inter_efficiency  # the time of the link that the messages take
     on_node, on_site = cost.groups(cluster)
@@ -426,10 +429,13 @@ def _transfer(
         else:
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
-        for crossing in cost.tiers:
-            pod = crossing.tier, pod_of(crossing.tier, folding, index)
+    for crossing in cost.tiers:
+        pushed, scattered = crossing.load * crossing.bytes, crossing.pod.fabric.scattered
+        pods = Counter(pod_of(crossing.pod, folding, n) for n in nodes)
+        for pod, here in pods.items():
             many = crossing.groups(cluster) if folding.folded else 1
-            loads[pod], copies[pod] = crossing.bytes * many, many
+            times = many if folding.folded else here if scattered else 1
+            loads[crossing.pod, pod], copies[crossing.pod, pod] = pushed * times, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
     return Transfer(loads, copies, cost.exposed_latency(cluster), solo)

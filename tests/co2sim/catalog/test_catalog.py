@@ -16,9 +16,18 @@ from one_sample import simulate
 
 from co2sim.catalog import key_of, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, read
-from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec, TierSpec
+from co2sim.catalog.specs import (
+    ClusterSpec,
+    FabricSpec,
+    GPUSpec,
+    KernelsSpec,
+    LinkSpec,
+    ScatterSpec,
+    TierSpec,
+)
 from co2sim.common.errors import CatalogError, OptionError, error_line
-from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.hardware.cluster import GPU, Cluster, KernelTimes, Link, Scatter
+from co2sim.hardware.fabric import Fabric, Tier, pods
 from co2sim.schedule.schedule import NODE, WORLD, Collective, DType
 from co2sim.schedule.schedule import Kind as CollectiveKind
 from co2sim.simulation.costs import cost_of
@@ -104,6 +113,7 @@ def test_overrides_replace_values_and_their_source() -> None:
         (LinkSpec, Link),
         (KernelsSpec, KernelTimes),
         (TierSpec, Tier),
+        (FabricSpec, Fabric),
         (ScatterSpec, Scatter),
     ],
 )
@@ -121,8 +131,9 @@ IMPOSSIBLE: list[Callable[[], Any]] = [
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((2.0, 0.5), (1.0, 0.5))),
     lambda: tiny.cluster(2.5),
     lambda: Tier(8, oversubscription=0.5),
-    lambda: Link(1e9, rail=Tier(8), spine=Tier(12)),
-    lambda: tiny.cluster(intra=Link(1e9, rail=Tier(8))),
+    lambda: pods(Fabric(Tier(8), Tier(12)), 1e9, 1),
+    lambda: Fabric(spine=Tier(8)),
+    lambda: Fabric(Tier()),
     lambda: tiny.cluster(channels=True),
 ]
 

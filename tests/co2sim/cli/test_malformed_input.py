@@ -198,7 +198,7 @@ def catalog(kind: str) -> tuple[dict[str, Any], ...]:
 EXAMPLE = tomllib.loads((ROOT / "examples/my-cluster.toml").read_text("utf-8"))
 GPU = tomllib.loads((ROOT / "examples/my-gpu.toml").read_text("utf-8"))
 MODEL = (ROOT / "co2sim/catalog/models/tiny-5m.toml").read_bytes()
-TIERED = EXAMPLE | {"inter": EXAMPLE["inter"] | {"rail": {"nodes": 4, "oversubscription": 2}}}
+TIERED = EXAMPLE | {"fabric": {"leaf": {"nodes": 4, "oversubscription": 2}}}
 TABLE = b"""\
 method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,8,18444,,single node: no inter-node traffic

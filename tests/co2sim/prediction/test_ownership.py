@@ -16,8 +16,9 @@ from places import ROOT
 from co2sim.catalog import load_cluster
 from co2sim.catalog.facts import Rate, rates
 from co2sim.common.units import parse
+from co2sim.hardware.fabric import fat_tree
 from co2sim.prediction import power
-from co2sim.prediction.ownership import Costs, Machine, fat_tree, ownership, spread
+from co2sim.prediction.ownership import Costs, Machine, ownership, spread
 
 HERE = ("own", "-c", "dgx-h100", "-g", "256", "--years", "3")
 MANY = settings(max_examples=settings.default.max_examples // 16)  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 from hypothesis import assume, given
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
-from co2sim.hardware.cluster import AllReduce, Backend, Cluster, Link, Tier
+from co2sim.hardware.cluster import AllReduce, Backend, Cluster, Link
+from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
@@ -227,7 +229,7 @@ def test_tokens_cross_the_network_once_for_every_node(
 
 def test_pods_see_as_much_less_of_tokens_as_the_network_cards() -> None:
     """Tiers carry the same part of what they carry apart."""
-    cluster = tiny.cluster(8, 2, inter=Link(1e9, 1.0, rail=Tier(2, 2.0)))
+    cluster = tiny.cluster(8, 2, inter=Link(1e9, 1.0), fabric=Fabric(Tier(2, 2.0)))
     routing = TokenRouting(4, 32, 1, by_node=True)
     work = replace(collective(Kind.ALL_TO_ALL, experts(16)), routed=routing)
     apart, together = (cost_of(one, cluster) for one in (replace(work, routed=None), work))
@@ -390,14 +392,16 @@ KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL,
 
 def tiered(nodes: int = 8, gpus: int = 2, **tiers: Any) -> Cluster:
     """Nodes of two GPUs with 1 GB/s between them."""
-    return tiny.cluster(nodes, gpus, inter=Link(1e9, 1e-6, **tiers))
+    return tiny.cluster(
+        nodes, gpus, inter=Link(1e9, 1e-6), fabric=Fabric(**tiers) if tiers else None
+    )
 
 
 @pytest.mark.parametrize("group", [WORLD, PEERS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group: Group) -> None:
     """The busiest of two pods of 4 nodes, with all groups of the kind."""
-    on = tiered(rail=Tier(4))
+    on = tiered(leaf=Tier(4))
     work = collective(kind, group, 1e6)
     sent = [0.0, 0.0]
     for rank in range(on.gpus_per_node if group == PEERS else 1):
@@ -414,20 +418,50 @@ def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
     work, plain = collective(Kind.ALL_GATHER, size=1e6), tiered()
     nics = cost_of(work, plain).link_times(plain)[1]
     for factor, expected in ((4.0, 1.0), (12.0, 3.0)):
-        on = tiered(rail=Tier(4, oversubscription=factor))
+        on = tiered(leaf=Tier(4, oversubscription=factor))
         found = cost_of(work, on)
         assert found.duration_alone(on) == pytest.approx(found.latency + expected * nics)
 
 
 def test_congestion_slows_what_crosses() -> None:
     """A ring as its slowest hop; of an exchange the part that leaves the pod."""
-    on = tiered(spine=Tier(4, congestion=1.5))
+    on = tiered(leaf=Tier(4, congestion=1.5))
     plain = tiered()
     for kind, factor in ((Kind.ALL_GATHER, 1.5), (Kind.ALL_TO_ALL, 1 + 0.5 * 4 / 7)):
         work = collective(kind, size=1e6)
         nics = cost_of(work, plain).link_times(plain)[1]
         found = cost_of(work, on)
         assert found.duration_alone(on) == pytest.approx(found.latency + factor * nics)
+
+
+def test_a_ring_of_scattered_ranks_crosses_at_every_hop() -> None:
+    """Over all orders of 8 nodes in pods of 4, 4/7 of the hops leave a pod."""
+    work = collective(Kind.ALL_GATHER, size=1e6)
+    on = tiered(leaf=Tier(4, 12.0), placement="scattered")
+    cost = cost_of(work, on)
+    orders = [np.random.default_rng(seed).permutation(8) // 4 for seed in range(4000)]
+    crossed = np.mean([np.sum(one != np.roll(one, 1)) / 2 for one in orders])  # out of a pod
+    (found,) = cost.tiers
+    assert found.bytes * found.groups(on) / cost.inter == pytest.approx(crossed, rel=0.02)
+    assert found.bytes * found.groups(on) / cost.inter == pytest.approx(4 * 4 / 7)
+
+
+def test_hashed_rings_are_as_slow_as_the_busiest_uplink() -> None:
+    """Two flows on two uplinks, in two pods: 1.75 flows meet on the busiest."""
+    work = collective(Kind.ALL_GATHER, size=1e6)
+    plain = tiered()
+    nics = cost_of(work, plain).link_times(plain)[1]
+    on = tiered(leaf=Tier(4, 4.0), nics=2, paths="hashed")
+    found = cost_of(work, on)
+    assert found.duration_alone(on) == pytest.approx(found.latency + 1.75 * nics)
+
+
+def test_of_a_shared_leaf_a_job_has_all_uplinks() -> None:
+    """Two of four nodes: they have twice the uplinks that they would have alone."""
+    work = collective(Kind.ALL_TO_ALL, size=1e6)
+    half, alone = tiered(leaf=Tier(4, 8.0), share=0.5), tiered(leaf=Tier(2, 8.0))
+    one, other = (cost_of(work, on).tier_times(on)[0] for on in (half, alone))
+    assert one == pytest.approx(other / 2)
 
 
 @given(
@@ -445,7 +479,7 @@ def test_narrower_tiers_are_never_faster(
     low, high = sorted((one, other))
 
     def took(factor: float) -> float:
-        on = tiered(*shape, rail=Tier(1, 2.0, 1.1), spine=Tier(2, **{which: factor}))
+        on = tiered(*shape, leaf=Tier(1, 2.0, 1.1), spine=Tier(2, **{which: factor}))
         trace = execute(schedule, on, precision="bf16", rounds=8)
         return window(trace, schedule, 4).round_time
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from co2sim import strategies
-from co2sim.hardware.cluster import Cluster, HostEffects, Link, Tier
+from co2sim.hardware.cluster import Cluster, HostEffects, Link
+from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.schedule.schedule import (
     LEADERS,
     NODE,
@@ -46,7 +47,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "interference": {"interference": 0.3},
     "busy": {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
     "hierarchical": {"all_reduce": "hierarchical"},
-    "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(2, 8.0), spine=Tier(4, 9.0))},
+    "tiers": {"inter": Link(1e9, 1e-6), "fabric": Fabric(Tier(2, 8.0), Tier(4, 9.0))},
+    "hashed": {"fabric": Fabric(Tier(2, 2.0), paths="hashed", flows=2)},
+    "scattered": {"fabric": Fabric(Tier(2, 8.0), Tier(4, 9.0), placement="scattered")},
     "uneven": {"node_spread": 0.05, "step_spread": 0.03},
     "all": {"backend": "gloo", "interference": 0.2, "inter": Link(1e9, 1e-6, busy_efficiency=0.7)},
 }
@@ -182,7 +185,7 @@ ALL_MEET = [
         seed=st.integers(0, 9),
     ),
     st.floats(0, 2),
-    st.sampled_from(["nccl", "gloo", "stream", "tiers"]),
+    st.sampled_from(["nccl", "gloo", "stream", "tiers", "scattered"]),
 )
 def test_ranks_that_differ_slow_down_beside_communication_as_simpy_says(
     strategy: str, shape: tuple[int, int], noise: Noise, interference: float, kind: str
