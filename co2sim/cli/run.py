@@ -24,11 +24,14 @@ from co2sim.prediction.totals import result_to_dict
 from co2sim.prediction.verdict import Verdict, verdicts
 from co2sim.report.bundle import check
 from co2sim.report.text import totals
+from co2sim.report.text.beside import print_beside
 from co2sim.report.text.cases import of_strategies
 from co2sim.report.text.launch import aside, launch_text, print_launch
 from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
+from co2sim.studies.beside import Beside, read_beside
+from co2sim.studies.beside import beside as jobs_beside
 
 
 @options.one_case
@@ -71,6 +74,14 @@ def run(  # noqa: PLR0913 - one argument per option
             help="Add what a GPU holds over a step, and what other options would save of it.",
         ),
     ] = False,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:N]",
+            help="Add what the job and N others on the same fabric lose to each other: a TOML file"
+            " of options (model, strategy, gpus, ...), or one that a trainer reads. Repeatable.",
+        ),
+    ] = None,
     full: options.Full = False,
     launch: options.Launch = False,
     report: options.Report = None,
@@ -81,8 +92,10 @@ def run(  # noqa: PLR0913 - one argument per option
     With several strategies --json prints a list.
     """
     check("--report", report)
+    others = [other for text in beside or () for other in read_beside(text, cases[0])]
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
+    shared = [jobs_beside([case, *others]) if others else [] for case in cases]
     trainer = options.trainer_read(context)
     screen = of_strategies(cases, results, goal, tokens, judged, trainer)
     if report:
@@ -92,7 +105,7 @@ def run(  # noqa: PLR0913 - one argument per option
     if json_:
         more = {"evidence": evidence, "memory": memory}
         _print_json(
-            cases, results, judged, goal, tokens, **more, launch=trainer if launch else None
+            cases, results, judged, goal, tokens, shared, **more, launch=trainer if launch else None
         )
         return
     with aside(launch=launch):
@@ -103,6 +116,8 @@ def run(  # noqa: PLR0913 - one argument per option
         elif memory:
             print_lines(console(), "")
             print_step_memory(results, list(map(StepMemory.of, cases, results)))
+        for jobs in filter(None, shared):
+            print_beside(jobs)
         if evidence:
             print_lines(console(), "")
             for case, result in zip(cases, results, strict=True):
@@ -120,6 +135,7 @@ def _print_json(
     judged: Sequence[Verdict | None],
     goal: Goal,
     tokens: float | None,
+    shared: Sequence[Sequence[Beside]],
     *,
     evidence: bool,
     memory: bool,
@@ -132,7 +148,8 @@ def _print_json(
         | ({"step_memory": StepMemory.of(case, result).to_dict()} if memory else {})
         | ({"evidence": [asdict(e) for e in nearest(case, result)]} if evidence else {})
         | ({} if launch is None else {"launch": launch_text(case, result, launch)})
-        for case, result, verdict in zip(cases, results, judged, strict=True)
+        | ({"beside": [asdict(job) for job in jobs]} if jobs else {})
+        for case, result, verdict, jobs in zip(cases, results, judged, shared, strict=True)
     ]
     print_json(answers[0] if len(answers) == 1 else answers)
 

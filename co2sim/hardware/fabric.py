@@ -24,6 +24,8 @@ Placement = Literal["packed", "scattered"]
 """Ranks in the order of leaves, or in any order, so that neighbours stand anywhere."""
 
 Part = Annotated[float, Quantity(least=0, most=0.99)]
+Oversubscription = Annotated[float, Quantity(least=0.1)]
+"""Below 1 uplinks have more than the nodes need, as where hashed paths shall seldom meet."""
 Ports = Annotated[int, Quantity(least=4, most=1024)]
 
 
@@ -39,7 +41,7 @@ class Tier:
     """
 
     nodes: Count | None = None
-    oversubscription: Multiple = 1.0
+    oversubscription: Oversubscription = 1.0
     congestion: Multiple = 1.0
     speed: Bandwidth | None = None
     background: Part = 0.0

@@ -121,7 +121,7 @@ class Network:
 
     def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
         """Start with no flow in flight."""
-        self._env = env
+        self.env = env
         self.capacity = capacity
         self._now = dict(capacity)
         self._users: dict[Hashable, dict[Flow, None]] = {
@@ -143,12 +143,12 @@ class Network:
             self._share(self._users[link])
 
     def _later(self, delay: Seconds, call: Callable[[], None]) -> None:
-        timer = self._env.timeout(delay)
+        timer = self.env.timeout(delay)
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: call())
 
     def _begin(self, flow: Flow) -> None:
-        flow.since = self._env.now
+        flow.since = self.env.now
         alone = True
         for link in flow.loads:
             users = self._users[link]
@@ -187,7 +187,7 @@ class Network:
         rates = max_min_rates(loads, self._now, copies)
         for flow, rate in zip(affected, rates, strict=True):
             if rate != flow.rate:
-                flow.advance(self._env.now)
+                flow.advance(self.env.now)
                 self._set_rate(flow, rate)
 
     def _set_rate(self, flow: Flow, rate: float) -> None:

@@ -169,10 +169,10 @@ class HostNetwork(Network):
             return
 
         def done() -> None:
-            cores.end(self._env.now)
+            cores.end(self.env.now)
             on_done()
 
-        if wait := cores.begin(self._env.now):
+        if wait := cores.begin(self.env.now):
             self._later(wait, partial(self._go, what, done))
         else:
             self._go(what, done)
@@ -186,13 +186,13 @@ class HostNetwork(Network):
         if what.share:
             flow.share, flow.later = what.share, max(0.0, what.least - what.latency)
         else:
-            flow.earliest = self._env.now + what.least
+            flow.earliest = self.env.now + what.least
         flow.on_done = partial(self._arrive, flow, on_done)
         self._wait(what.latency, steps, partial(self._enter, flow))
 
     def _arrive(self, flow: _Flow, on_done: Callable[[], None]) -> None:
-        if self._env.now < flow.earliest:
-            self._later(flow.earliest - self._env.now, on_done)
+        if self.env.now < flow.earliest:
+            self._later(flow.earliest - self.env.now, on_done)
         else:
             on_done()
 
@@ -208,17 +208,17 @@ class HostNetwork(Network):
             self._send(flow)
             return
         if not self._coming:  # all that come at this instant share the credit
-            last = simpy.Event(self._env)
+            last = simpy.Event(self.env)
             last._ok, last._value = True, None  # noqa: SLF001 - as in `reference_engine`
             assert last.callbacks is not None
             last.callbacks.append(self._admit)
-            self._env.schedule(last, priority=_LAST)
+            self.env.schedule(last, priority=_LAST)
         self._coming.append(flow)
 
     def _admit(self, _: simpy.Event) -> None:
         """Let what there is credit for pass."""
         coming, self._coming = self._coming, []
-        passed = self._buckets.spend([flow.loads for flow in coming], self._env.now)
+        passed = self._buckets.spend([flow.loads for flow in coming], self.env.now)
         for flow, each in zip(coming, passed, strict=True):
             took, share = each.together, 0.0
             if flow.share:
@@ -239,12 +239,12 @@ class HostNetwork(Network):
 
     def _leave(self, flow: Flow) -> None:
         assert isinstance(flow, _Flow)
-        self._buckets.use(flow.loads, -flow.rate, self._env.now)
-        self._buckets.give_back(flow.loads, flow.lag, self._env.now)
+        self._buckets.use(flow.loads, -flow.rate, self.env.now)
+        self._buckets.give_back(flow.loads, flow.lag, self.env.now)
         super()._leave(flow)
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
-        self._buckets.use(flow.loads, rate - flow.rate, self._env.now)
+        self._buckets.use(flow.loads, rate - flow.rate, self.env.now)
         super()._set_rate(flow, rate)
 
 

@@ -186,9 +186,9 @@ class _Spans:
 class Simulation:
     """SimPy, event by event: the reference that the faster engines are compared with."""
 
-    def __init__(self, lowered: LoweredSchedule) -> None:
+    def __init__(self, lowered: LoweredSchedule, env: simpy.Environment | None = None) -> None:
         self.lowered = lowered
-        self.env = simpy.Environment()
+        self.env = env or simpy.Environment()
         self.communicators = self._make_communicators()
         count = lowered.rounds * len(lowered.schedule.body)
         self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
@@ -204,6 +204,14 @@ class Simulation:
 
     def run(self, progress: Callable[[float], None] | None = None) -> Times:
         """Starts and ends, [instance, class]."""
+        self.begin()
+        if progress:
+            self._step(progress)
+        self.env.run()
+        return self.times()
+
+    def begin(self) -> None:
+        """Put what is to be done into the environment."""
         schedule, env = self.lowered.schedule, self.env
         by_stream: dict[str, list[Instance]] = {stream: [] for stream in schedule.streams}
         for instance in schedule.instances(self.lowered.rounds):
@@ -211,9 +219,9 @@ class Simulation:
         for index in range(len(self.spans)):
             for instances in by_stream.values():
                 env.process(self._stream(index, instances))
-        if progress:
-            self._step(progress)
-        env.run()
+
+    def times(self) -> Times:
+        """Starts and ends of all that was done, [instance, class]."""
         starts, ends = (np.array([getattr(c, n) for c in self.spans]) for n in ("starts", "ends"))
         return starts.T, ends.T
 

@@ -130,7 +130,7 @@ IMPOSSIBLE: list[Callable[[], Any]] = [
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ()),
     lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((2.0, 0.5), (1.0, 0.5))),
     lambda: tiny.cluster(2.5),
-    lambda: Tier(8, oversubscription=0.5),
+    lambda: Tier(8, oversubscription=0.05),
     lambda: pods(Fabric(Tier(8), Tier(12)), 1e9, 1),
     lambda: Fabric(spine=Tier(8)),
     lambda: Fabric(Tier()),

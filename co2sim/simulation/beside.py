@@ -1,0 +1,262 @@
+"""Jobs that share the uplinks of switches, each with its own nodes, in one SimPy environment.
+
+A job's ranks are folded into one, as where it is alone. Its links are its own, but for the uplinks
+of pods: there its flows share with those of the others, max-min fairly. What a job loses depends on
+when its collectives meet those of others, so that the others begin at random moments.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy as np
+import simpy
+from numpy.typing import NDArray
+
+from co2sim.common.errors import OptionError
+from co2sim.common.units import BytesPerSecond, Seconds
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.fabric import Pod
+from co2sim.schedule.schedule import Instance, Schedule
+from co2sim.simulation.lowering import LoweredSchedule, Transfer, lower
+from co2sim.simulation.network import Network
+from co2sim.simulation.noise import QUIET
+from co2sim.simulation.reference_engine import Communicators, Simulation
+
+_ROUNDS = 6
+"""Rounds of the slowest job that are measured."""
+_Span: TypeAlias = tuple[Seconds, Seconds]
+"""From when until when."""
+
+_MOST = 3_000_000
+"""Ops that are simulated at most: some minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharer:
+    """A job on its nodes; `slowdown` is that of all its compute."""
+
+    schedule: Schedule
+    cluster: Cluster
+    precision: str
+    slowdown: float = 1.0
+
+    def lowered(self, rounds: int) -> LoweredSchedule:
+        """Of this number of rounds. Raises OptionError where ranks do not fold into one."""
+        lowered = lower(
+            self.schedule,
+            self.cluster,
+            precision=self.precision,
+            rounds=rounds,
+            noise=QUIET,
+            fold=True,
+            slowdown=self.slowdown,
+        )
+        if len(lowered.classes) > 1:
+            raise OptionError(
+                f"{self.schedule.name}: of a job beside others one rank must stand for all, as it"
+                " does where ranks are alike"
+            )
+        return lowered
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What becomes of one job: times of a round, and the part of the time that it meets others.
+
+    `rounds` are those of each draw of the moments at which the others begin. `meets` is the part of
+    the time in which both it and another one use the uplinks; `uses` that in which it does.
+    """
+
+    alone: Seconds
+    rounds: tuple[Seconds, ...]
+    meets: float
+    uses: float
+
+    @property
+    def slowdown(self) -> float:
+        """Of a round, in the mean over the moments; 1: none."""
+        return float(np.mean(self.rounds)) / self.alone
+
+    @property
+    def worst(self) -> float:
+        """That of the worst moments."""
+        return max(self.rounds) / self.alone
+
+
+class _View(Network):
+    """The network as one job sees it: links are its own, and uplinks of pods those of all."""
+
+    def __init__(self, network: Network, job: int) -> None:
+        self._all, self._job = network, job
+        self._renamed: dict[int, tuple[Transfer, Transfer, bool]] = {}
+        self.uses: list[_Span] = []
+
+    def transfer(self, what: Transfer, on_done: Callable[[], None]) -> None:
+        """Start a transfer on the links of all, and note when it used uplinks."""
+        kept = self._renamed.get(id(what))
+        if kept is None:
+            kept = what, _renamed(what, self._job), any(_is_uplink(link) for link in what.loads)
+            self._renamed[id(what)] = kept
+        env, done = self._all.env, on_done
+        if kept[2]:
+            begin = env.now + what.latency
+
+            def done() -> None:
+                self.uses.append((begin, env.now))
+                on_done()
+
+        self._all.transfer(kept[1], done)
+
+    def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
+        """Give one of the job's links another capacity from now on."""
+        self._all.resize(_name(link, self._job), capacity)
+
+
+def _is_uplink(link: Hashable) -> bool:
+    return isinstance(link, tuple) and isinstance(link[0], Pod)
+
+
+def _name(link: Hashable, job: int) -> Hashable:
+    """What a link of a job is called among those of all."""
+    if isinstance(link, tuple) and isinstance(link[0], Pod):
+        return "leaf" if link[0].tier is link[0].fabric.leaf else "spine"
+    return job, link
+
+
+def _renamed(what: Transfer, job: int) -> Transfer:
+    loads = {_name(link, job): size for link, size in what.loads.items()}
+    copies = {_name(link, job): count for link, count in what.copies.items()}
+    return replace(what, loads=loads, copies=copies)
+
+
+class _Communicators(Communicators):
+    def __init__(self, env: simpy.Environment, lowered: LoweredSchedule, view: _View) -> None:
+        self._view = view
+        super().__init__(env, lowered)
+
+    def _make_network(self) -> Network:
+        return self._view
+
+
+class _Job(Simulation):
+    """One of the jobs, which begins at a moment."""
+
+    def __init__(
+        self, lowered: LoweredSchedule, env: simpy.Environment, view: _View, begin: Seconds
+    ) -> None:
+        self._view, self._begin = view, begin
+        super().__init__(lowered, env)
+
+    def _make_communicators(self) -> Communicators:
+        return _Communicators(self.env, self.lowered, self._view)
+
+    def _stream(self, index: int, instances: Sequence[Instance]) -> Generator[simpy.Event]:
+        if self._begin:
+            yield self.env.timeout(self._begin)
+        yield from super()._stream(index, instances)
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Jobs beside each other, simulated `draws` times with other moments at which they begin."""
+
+    jobs: Sequence[Sharer]
+    draws: int = 8
+    seed: int = 0
+    progress: Callable[[int, int], None] | None = None
+    _alone: list[Seconds] = field(default_factory=list)
+
+    def run(self) -> list[Shared]:
+        """What becomes of each. Raises OptionError for more ops than can be simulated."""
+        self._alone = [self._simulate([job], [0.0], 2 * _ROUNDS)[0][0] for job in self.jobs]
+        rng = np.random.default_rng(self.seed)
+        longest = max(self._alone)
+        counts = [round((2 * _ROUNDS + 1) * longest / alone) + 2 for alone in self._alone]
+        ops = self.draws * sum(
+            count * len(job.schedule.body) for count, job in zip(counts, self.jobs, strict=True)
+        )
+        if ops > _MOST:
+            raise OptionError(
+                f"{len(self.jobs)} jobs beside each other are {ops:,} ops in {self.draws} draws of"
+                f" {_ROUNDS} rounds of the slowest; at most {_MOST:,} are simulated: give fewer"
+                " jobs, or jobs with rounds that are more alike"
+            )
+        drawn = []
+        for draw in range(self.draws):
+            begins = [0.0, *(rng.uniform(0, alone) for alone in self._alone[1:])]
+            drawn.append(self._simulate(self.jobs, begins, *counts))
+            if self.progress:
+                self.progress(draw + 1, self.draws)
+        return [
+            Shared(
+                self._alone[n],
+                tuple(draw[n][0] for draw in drawn),
+                float(np.mean([draw[n][1] for draw in drawn])),
+                float(np.mean([draw[n][2] for draw in drawn])),
+            )
+            for n in range(len(self.jobs))
+        ]
+
+    def _simulate(
+        self, jobs: Sequence[Sharer], begins: Sequence[Seconds], *counts: int
+    ) -> list[tuple[Seconds, float, float]]:
+        """Of each job: a round in the mean, and parts of the time that it meets others and uses."""
+        env = simpy.Environment()
+        work = [job.lowered(count) for job, count in zip(jobs, counts, strict=True)]
+        capacity: dict[Hashable, BytesPerSecond] = {}
+        for job, lowered in enumerate(work):
+            capacity.update({_name(link, job): size for link, size in lowered.capacity.items()})
+        network = Network(env, capacity)
+        views = [_View(network, job) for job in range(len(jobs))]
+        running = [
+            _Job(lowered, env, view, begin)
+            for lowered, view, begin in zip(work, views, begins, strict=True)
+        ]
+        for simulation in running:
+            simulation.begin()
+        env.run()
+        ends = [
+            simulation.times()[1][:, 0].reshape(count, -1).max(axis=1)
+            for simulation, count in zip(running, counts, strict=True)
+        ]
+        return _figures(ends, [view.uses for view in views])
+
+
+def _figures(
+    ends: Sequence[NDArray[np.float64]], uses: Sequence[Sequence[_Span]]
+) -> list[tuple[Seconds, float, float]]:
+    """Of jobs whose rounds end at these times, while all of them run, and after they have begun."""
+    until = min(float(end[-1]) for end in ends)
+    since = max(float(end[min(2, len(end) // 3)]) for end in ends)
+    figures = []
+    for job, end in enumerate(ends):
+        inside = end[(end >= since) & (end <= until)]
+        others = [span for other, spans in enumerate(uses) if other != job for span in spans]
+        figures.append(
+            (
+                float(inside[-1] - inside[0]) / (len(inside) - 1),
+                _overlap(uses[job], others, since, until),
+                _overlap(uses[job], uses[job], since, until),
+            )
+        )
+    return figures
+
+
+def _overlap(
+    first: Sequence[_Span], second: Sequence[_Span], since: Seconds, until: Seconds
+) -> float:
+    """The part of a time in which both are under way."""
+    times = {since, until, *(time for use in (*first, *second) for time in use)}
+    points = np.array(sorted(time for time in times if since <= time <= until))
+    middles, lengths = (points[1:] + points[:-1]) / 2, np.diff(points)
+    both = _covers(first, middles) & _covers(second, middles)
+    return float(lengths[both].sum() / lengths.sum())
+
+
+def _covers(uses: Sequence[_Span], moments: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether one of the times contains each moment."""
+    if not uses:
+        return np.zeros(len(moments), bool)
+    begins, ends = (np.sort([use[n] for use in uses]) for n in (0, 1))
+    return np.searchsorted(begins, moments, "right") > np.searchsorted(ends, moments, "right")
