@@ -11,7 +11,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Check what co2sim predicts: beside measured runs (compare, lab, gpu), beside published"
-        " results (validate, runs, figures, goodput, whole), and by theory (bound, tau,"
+        " results (validate, runs, figures, goodput, whole,"
+        " fabric), and by theory (bound, tau,"
         " trends, verify)."
     ),
 )
@@ -33,6 +34,7 @@ app.command("runs")(published.runs)
 app.command("figures")(published.figures)
 app.command("goodput")(published.goodput)
 app.command("whole")(published.whole)
+app.command("fabric")(published.fabric)
 app.command("bound")(convergence.bound)
 app.command("tau")(convergence.tau)
 app.command("trends")(convergence.trends)

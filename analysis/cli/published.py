@@ -1,4 +1,4 @@
-"""The commands `co2analysis validate`, `figures`, `runs`, `goodput` and `whole`."""
+"""The commands `co2analysis validate`, `figures`, `runs`, `goodput`, `whole` and `fabric`."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -575,6 +575,30 @@ def whole(
     out = console()
     print_table(out, "whole trainings", compared.COLUMNS, [row.cells() for row in rows], left=1)
     print_lines(out, *compared.summary(rows), "", *compared.assumed(rows))
+
+
+def fabric(papers: Papers = PAPERS, json_: options.Json = False) -> None:  # noqa: FBT002
+    """Predict published collectives over congested networks; nothing is fitted."""
+    from analysis.published import fabric as networks  # noqa: PLC0415 - pydantic, simpy
+
+    rows = networks.compared(papers)
+    if json_:
+        print_json([asdict(row) | {"error": row.error} for row in rows])
+        return
+    from co2sim.common.tables import console, print_lines, print_table  # noqa: PLC0415 - rich
+
+    out = console()
+    columns = ["source", "row", "jobs", "measured", "predicted", "error"]
+    lines = [
+        [
+            *(row.source, f"{row.row}", f"{row.jobs}"),
+            *(f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{100 * row.error:+.1f}"),
+        ]
+        for row in rows
+    ]
+    title = "parts of the speed without congestion, errors in per cent"
+    print_table(out, title, columns, lines, left=1)
+    print_lines(out, *networks.summary(rows))
 
 
 def _goodput_row(row: "Compared") -> list[str]:

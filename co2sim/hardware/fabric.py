@@ -20,8 +20,9 @@ from co2sim.common.validation import Bandwidth, Count, Fraction, Multiple, Quant
 Paths = Literal["spread", "hashed"]
 """spread: packets of a flow take all uplinks equally. hashed: a flow takes one of them (ECMP)."""
 
-Placement = Literal["packed", "scattered"]
-"""Ranks in the order of leaves, or in any order, so that neighbours stand anywhere."""
+Placement = Literal["packed", "scattered", "cyclic"]
+"""packed: ranks in the order of leaves. scattered: in any order, so that neighbours stand anywhere.
+cyclic: in turn on all leaves, so that neighbours never share one."""
 
 Part = Annotated[float, Quantity(least=0, most=0.99)]
 Oversubscription = Annotated[float, Quantity(least=0.1)]
@@ -56,9 +57,10 @@ class Fabric:
     """The switches between the nodes of a site; without tiers, one switch that blocks nothing.
 
     `leaf` and `spine` are those that have uplinks: two tiers of switches have only the former.
-    `nics` are the network cards of a node; with `rails` each has its own leaf, so that a pod has
-    as many times the nodes, and data for other cards cross the node first. A card has `flows`
-    connections at a time to a peer. The job has the part `share` of the nodes of each leaf.
+    `nics` are the network cards of a node; with `rails` each has its own leaf, so that a pod has as
+    many times the nodes, and data for other cards cross the node first. A card has `flows`
+    connections at a time to a peer; if left out, the channels of NCCL divided by the cards. The job
+    has the part `share` of the nodes of each leaf.
     """
 
     leaf: Tier | None = None
@@ -67,7 +69,7 @@ class Fabric:
     nics: Count | None = None
     rails: bool = False
     paths: Paths = "spread"
-    flows: Count = 1
+    flows: Count | None = None
     placement: Placement = "packed"
     share: Fraction = 1.0
 
@@ -81,15 +83,15 @@ class Fabric:
                 raise OptionError(
                     f"fabric.{name}: nodes is missing; it must be there without fabric.switch_ports"
                 )
-        if not self.leaf and (self.share < 1 or self.scattered):
+        if not self.leaf and (self.share < 1 or not self.packed):
             raise OptionError(
                 "fabric: leaf is missing; it must be there where share or placement is given"
             )
 
     @property
-    def scattered(self) -> bool:
-        """Whether neighbours in the order of ranks stand anywhere."""
-        return self.placement == "scattered"
+    def packed(self) -> bool:
+        """Whether ranks stand in the order of leaves."""
+        return self.placement == "packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +249,18 @@ def _coefficient(polynomial: NDArray[np.float64], power: int, degree: int) -> fl
     return float(result[degree]) if len(result) > degree else 0.0
 
 
-def imbalance(flows: int, uplinks: int, switches: int) -> float:
-    """The flows on the busiest uplink of all, in the mean, over those that each had if they spread.
+def imbalance(flows: int, uplinks: int, switches: int, least: float = 0.0) -> float:
+    """Flows on the busiest uplink of all over those that each had if they spread, in the mean.
 
-    One flow has a single one of the uplinks: the imbalance is their number.
+    One flow has a single one of the uplinks: the imbalance is their number. What is below `least`
+    counts as much, as where the flows are no faster than that at their ends.
     """
-    least, chances = busiest(flows, uplinks, switches)
-    return (least + sum(1 - chance for chance in chances)) * uplinks / flows
+    load, chances = busiest(flows, uplinks, switches)
+    mean = max(load * uplinks / flows, least)
+    for number, chance in enumerate(chances, load + 1):
+        more = max(number * uplinks / flows, least) - max((number - 1) * uplinks / flows, least)
+        mean += (1 - chance) * more
+    return mean
 
 
 # --- what is bought -------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ of pods: there its flows share with those of the others, max-min fairly. What a 
 when its collectives meet those of others, so that the others begin at random moments.
 """
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -17,7 +18,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import BytesPerSecond, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.fabric import Pod
-from co2sim.schedule.schedule import Instance, Schedule
+from co2sim.schedule.schedule import Collective, Group, Instance, Schedule
+from co2sim.simulation.costs import Crossing, costs_of, uplinks
 from co2sim.simulation.lowering import LoweredSchedule, Transfer, lower
 from co2sim.simulation.network import Network
 from co2sim.simulation.noise import QUIET
@@ -27,6 +29,9 @@ _ROUNDS = 6
 """Rounds of the slowest job that are measured."""
 _Span: TypeAlias = tuple[Seconds, Seconds]
 """From when until when."""
+
+_MOST_LINKS = 512
+"""Uplinks, or connections, that are simulated apart."""
 
 _MOST = 3_000_000
 """Ops that are simulated at most: some minutes."""
@@ -42,10 +47,14 @@ class Sharer:
     slowdown: float = 1.0
 
     def lowered(self, rounds: int) -> LoweredSchedule:
-        """Of this number of rounds. Raises OptionError where ranks do not fold into one."""
+        """Of this number of rounds, as if all paths were spread: `_Links` hashes them.
+
+        Raises OptionError where ranks do not fold into one.
+        """
+        fabric = self.cluster.fabric
         lowered = lower(
             self.schedule,
-            self.cluster,
+            replace(self.cluster, fabric=fabric and replace(fabric, paths="spread")),
             precision=self.precision,
             rounds=rounds,
             noise=QUIET,
@@ -58,6 +67,11 @@ class Sharer:
                 " does where ranks are alike"
             )
         return lowered
+
+    @property
+    def hashed(self) -> bool:
+        """Whether a connection stays on one path."""
+        return self.cluster.fabric is not None and self.cluster.fabric.paths == "hashed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,49 +99,104 @@ class Shared:
 
 
 class _View(Network):
-    """The network as one job sees it: links are its own, and uplinks of pods those of all."""
+    """The network as one job sees it: `renamed` are its transfers on the links of all."""
 
-    def __init__(self, network: Network, job: int) -> None:
-        self._all, self._job = network, job
-        self._renamed: dict[int, tuple[Transfer, Transfer, bool]] = {}
+    def __init__(self, network: Network, job: int, renamed: Mapping[int, Transfer]) -> None:
+        self._all, self._job, self._renamed = network, job, renamed
         self.uses: list[_Span] = []
 
     def transfer(self, what: Transfer, on_done: Callable[[], None]) -> None:
         """Start a transfer on the links of all, and note when it used uplinks."""
-        kept = self._renamed.get(id(what))
-        if kept is None:
-            kept = what, _renamed(what, self._job), any(_is_uplink(link) for link in what.loads)
-            self._renamed[id(what)] = kept
         env, done = self._all.env, on_done
-        if kept[2]:
+        if any(map(_is_uplink, what.loads)):
             begin = env.now + what.latency
 
             def done() -> None:
                 self.uses.append((begin, env.now))
                 on_done()
 
-        self._all.transfer(kept[1], done)
+        self._all.transfer(self._renamed.get(id(what), what), done)
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give one of the job's links another capacity from now on."""
-        self._all.resize(_name(link, self._job), capacity)
+        self._all.resize((self._job, link), capacity)
+
+
+class _Links:
+    """The links of all jobs: those of each, and the uplinks of pods, which they share.
+
+    Where paths are hashed, each uplink of a pod is a link, on which connections of a group stay; as
+    many pods are there as have `_MOST_LINKS`, and a transfer is as slow as the slowest of its
+    connections. Else the uplinks of a pod are one link, and one pod stands for all.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.capacity: dict[Hashable, BytesPerSecond] = {}
+        self._rng = rng
+
+    def rename(self, job: int, lowered: LoweredSchedule, *, hashed: bool) -> dict[int, Transfer]:
+        """The transfers of a job on the links of all, by the identity of its own ones."""
+        for link, size in lowered.capacity.items():
+            if not _is_uplink(link):
+                self.capacity[job, link] = size
+        schedule, paths = lowered.schedule, dict[tuple[Group, Pod], _Paths]()
+        costs, renamed = costs_of(schedule, lowered.cluster), dict[int, Transfer]()
+        for number, transfers in zip(schedule.work_numbers, lowered.transfers, strict=True):
+            work, cost = schedule.works[number], costs[number]
+            if not (isinstance(work, Collective) and cost):
+                continue
+            on: dict[Pod, _Paths] = {}
+            for crossing in cost.tiers:
+                key = work.group, crossing.pod
+                if key not in paths:
+                    paths[key] = self._paths(crossing, lowered, hashed=hashed)
+                on[crossing.pod] = paths[key]
+            for transfer in transfers:
+                if id(transfer) not in renamed:
+                    renamed[id(transfer)] = self._on_all(job, transfer, on)
+        return renamed
+
+    def _on_all(self, job: int, transfer: Transfer, paths: Mapping[Pod, "_Paths"]) -> Transfer:
+        """A transfer on the links of all; `paths` are those of its group, by pod."""
+        loads, copies = dict[Hashable, float](), dict[Hashable, int]()
+        for link, size in transfer.loads.items():
+            count = transfer.copies.get(link, 1)
+            if not (isinstance(link, tuple) and isinstance(link[0], Pod)):
+                loads[job, link], copies[job, link] = size, count
+                continue
+            on, of_pod = paths[link[0]]
+            for uplink, connections in on.items():
+                loads[uplink] = size * connections / of_pod
+                copies[uplink] = connections if of_pod > 1 else count
+        solo = max((size / self.capacity[link] for link, size in loads.items()), default=0.0)
+        return replace(transfer, loads=loads, copies=copies, solo=solo)
+
+    def _paths(self, crossing: Crossing, lowered: LoweredSchedule, *, hashed: bool) -> "_Paths":
+        """Where the connections of a group leave pods."""
+        pod, cluster = crossing.pod, lowered.cluster
+        name = "leaf" if pod.tier is pod.fabric.leaf else "spine"
+        if not hashed:
+            self.capacity[name] = uplinks(pod, cluster)
+            return Counter([name]), 1
+        switches = pod.switches * -(-cluster.nodes_per_site // pod.ours)
+        few = min(switches, max(1, _MOST_LINKS // max(pod.uplinks, crossing.flows)))
+        chosen = self._rng.integers(0, pod.uplinks, (few, crossing.flows)).tolist()
+        links: Counter[Hashable] = Counter(
+            (name, switch, uplink)
+            for switch, of_switch in enumerate(chosen)
+            for uplink in of_switch
+        )
+        each = uplinks(pod, cluster) / (pod.switches * pod.uplinks)
+        self.capacity.update(dict.fromkeys(links, each))
+        return links, crossing.flows * pod.switches
+
+
+_Paths: TypeAlias = tuple[Counter[Hashable], int]
+"""Uplinks, with how many connections each has, and how many a pod has in all."""
 
 
 def _is_uplink(link: Hashable) -> bool:
     return isinstance(link, tuple) and isinstance(link[0], Pod)
-
-
-def _name(link: Hashable, job: int) -> Hashable:
-    """What a link of a job is called among those of all."""
-    if isinstance(link, tuple) and isinstance(link[0], Pod):
-        return "leaf" if link[0].tier is link[0].fabric.leaf else "spine"
-    return job, link
-
-
-def _renamed(what: Transfer, job: int) -> Transfer:
-    loads = {_name(link, job): size for link, size in what.loads.items()}
-    copies = {_name(link, job): count for link, count in what.copies.items()}
-    return replace(what, loads=loads, copies=copies)
 
 
 class _Communicators(Communicators):
@@ -169,8 +238,8 @@ class Meeting:
 
     def run(self) -> list[Shared]:
         """What becomes of each. Raises OptionError for more ops than can be simulated."""
-        self._alone = [self._simulate([job], [0.0], 2 * _ROUNDS)[0][0] for job in self.jobs]
         rng = np.random.default_rng(self.seed)
+        self._alone = [self._mean_alone(job, rng) for job in self.jobs]
         longest = max(self._alone)
         counts = [round((2 * _ROUNDS + 1) * longest / alone) + 2 for alone in self._alone]
         ops = self.draws * sum(
@@ -185,7 +254,7 @@ class Meeting:
         drawn = []
         for draw in range(self.draws):
             begins = [0.0, *(rng.uniform(0, alone) for alone in self._alone[1:])]
-            drawn.append(self._simulate(self.jobs, begins, *counts))
+            drawn.append(self._simulate(self.jobs, begins, rng, counts))
             if self.progress:
                 self.progress(draw + 1, self.draws)
         return [
@@ -198,17 +267,29 @@ class Meeting:
             for n in range(len(self.jobs))
         ]
 
+    def _mean_alone(self, job: Sharer, rng: np.random.Generator) -> Seconds:
+        """A round of a job alone, in the mean over paths where they are hashed."""
+        fabric = job.cluster.fabric
+        times = self.draws if fabric and fabric.paths == "hashed" else 1
+        alone = [self._simulate([job], [0.0], rng, [2 * _ROUNDS])[0][0] for _ in range(times)]
+        return float(np.mean(alone))
+
     def _simulate(
-        self, jobs: Sequence[Sharer], begins: Sequence[Seconds], *counts: int
+        self,
+        jobs: Sequence[Sharer],
+        begins: Sequence[Seconds],
+        rng: np.random.Generator,
+        counts: Sequence[int],
     ) -> list[tuple[Seconds, float, float]]:
         """Of each job: a round in the mean, and parts of the time that it meets others and uses."""
-        env = simpy.Environment()
+        env, links = simpy.Environment(), _Links(rng)
         work = [job.lowered(count) for job, count in zip(jobs, counts, strict=True)]
-        capacity: dict[Hashable, BytesPerSecond] = {}
-        for job, lowered in enumerate(work):
-            capacity.update({_name(link, job): size for link, size in lowered.capacity.items()})
-        network = Network(env, capacity)
-        views = [_View(network, job) for job in range(len(jobs))]
+        renamed = [
+            links.rename(number, lowered, hashed=job.hashed)
+            for number, (job, lowered) in enumerate(zip(jobs, work, strict=True))
+        ]
+        network = Network(env, links.capacity)
+        views = [_View(network, job, transfers) for job, transfers in enumerate(renamed)]
         running = [
             _Job(lowered, env, view, begin)
             for lowered, view, begin in zip(work, views, begins, strict=True)

@@ -46,20 +46,24 @@ class Crossing:
     """One group's collective on a tier: `bytes` through the uplinks of each pod.
 
     `members` is how many of its ranks a full pod has, `share` the part of what a node sends that
-    crosses, and `load` the bytes on the busiest uplink over those that spread paths would put on
-    it. Where ranks are scattered, every node of a pod sends the bytes, and `members` are its ranks.
+    crosses, `flows` the connections of all groups of the kind that each switch of a pod hashes,
+    `hashed` the factor by which flows that meet on uplinks are slower than network cards,
+    and `lost` the part of its time that a ring loses. Where ranks are not packed, each node of a
+    pod sends the bytes, and `members` are its ranks.
     """
 
     pod: Pod
     bytes: Bytes
     members: int
     share: float
-    load: float = 1.0
+    flows: int = 1
+    hashed: float = 1.0
+    lost: float = 0.0
 
     @property
     def slowdown(self) -> float:
-        """Of the network cards, by congestion."""
-        return 1 + self.share * (self.pod.tier.congestion - 1)
+        """Of the network cards, by congestion and by hashed paths."""
+        return self.hashed * (1 + self.share * (self.pod.tier.congestion - 1))
 
     def groups(self, cluster: Cluster) -> int:
         """How many groups of the kind share the uplinks of a pod."""
@@ -80,11 +84,12 @@ def crossings(
         sites = -(-pod.ours // cluster.nodes_per_site)  # that a pod reaches
         here = min(per_node * pod.ours, ranks.per_site * sites)
         away, peers = inter, 1
-        if pod.fabric.scattered:
-            others = cluster.nodes_per_site - 1
-            share = max(0.0, (others + 1 - pod.ours) / others) if others else 0.0
-            if ranks.nodes == 1 or not share:
+        if not pod.fabric.packed:
+            others = max(1, cluster.nodes_per_site - 1)
+            if ranks.nodes == 1 or pod.ours > others:
                 continue
+            cyclic = pod.fabric.placement == "cyclic" and exchanged is None
+            share = 1.0 if cyclic else (others + 1 - pod.ours) / others
             here, away = per_node, inter * share
         elif here >= members:
             continue
@@ -94,22 +99,40 @@ def crossings(
             share = (members - here) / (members - per_node)
             away, peers = exchanged * here * (members - here) / members, here * (members - here)
         crossing = Crossing(pod, away, here, share)
-        crossed.append(replace(crossing, load=_busiest(crossing, ranks, cluster, peers)))
+        flows = _flows(crossing, ranks, cluster, peers)
+        slower = _hashed(crossing, ranks, cluster, inter, flows)
+        crossed.append(replace(crossing, flows=flows, hashed=slower))
     return tuple(crossed)
 
 
-def _busiest(crossing: Crossing, ranks: "Placement", cluster: Cluster, pairs: int) -> float:
-    """The load of the busiest uplink where `pairs` of members of a group send to each other.
+def _flows(crossing: Crossing, ranks: "Placement", cluster: Cluster, pairs: int) -> int:
+    """Connections that a switch of a pod hashes, where `pairs` of members send to each other.
 
     In a ring one node of the group sends out of a pod, by as many network cards as its ranks have.
     """
     pod = crossing.pod
+    of_group = float(pairs)
+    if pairs == 1:
+        of_group = max(1.0, pod.cards * ranks.per_node / cluster.gpus_per_node)
+    of_group *= pod.fabric.flows or max(1, cluster.channels // pod.cards)
+    flows = crossing.groups(cluster) * of_group * crossing.share
+    return max(1, round(flows / pod.switches))
+
+
+def _hashed(
+    crossing: Crossing, ranks: "Placement", cluster: Cluster, inter: Bytes, flows: int
+) -> float:
+    """How much longer the busiest uplink takes than network cards, in the mean; at least as long.
+
+    A node sends `inter` bytes for a group.
+    """
+    pod = crossing.pod
     if pod.fabric.paths == "spread":
         return 1.0
-    each = pairs if pairs > 1 else max(1.0, pod.cards * ranks.per_node / cluster.gpus_per_node)
-    flows = crossing.groups(cluster) * each * crossing.share * pod.fabric.flows
     switches = pod.switches * -(-cluster.nodes_per_site // pod.ours)
-    return imbalance(max(1, round(flows / pod.switches)), pod.uplinks, switches)
+    spread = crossing.bytes * crossing.groups(cluster) / pod.bandwidth
+    least = inter * cluster.gpus_per_node / ranks.per_node / spread
+    return imbalance(flows, pod.uplinks, switches, least) / least
 
 
 def _uncongested(tiers: Sequence[Crossing]) -> float:
@@ -265,7 +288,7 @@ class CollectiveCost:
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
         """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
         return [
-            crossing.load
+            (1 + crossing.lost)
             * crossing.bytes
             * crossing.groups(cluster)
             / self.share
@@ -447,9 +470,9 @@ def _ring(
     before = 0.0
     if (hops or cluster.hops) == "in_turn" and ranks.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
-    tiers = crossings(cluster, ranks, pushed)
     share = min(cluster.inter.bandwidth / _RING_LOSS_FROM, 1.0)
     lost = share * cluster.inter.ring_loss * math.log2(ranks.nodes)
+    tiers = tuple([replace(tier, lost=lost) for tier in crossings(cluster, ranks, pushed)])
     cost = CollectiveCost(
         latency=passes * steps + before,
         intra=intra,

@@ -430,11 +430,11 @@ def _transfer(
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
     for crossing in cost.tiers:
-        pushed, scattered = crossing.load * crossing.bytes, crossing.pod.fabric.scattered
+        pushed, packed = (1 + crossing.lost) * crossing.bytes, crossing.pod.fabric.packed
         pods = Counter(pod_of(crossing.pod, folding, n) for n in nodes)
         for pod, here in pods.items():
             many = crossing.groups(cluster) if folding.folded else 1
-            times = many if folding.folded else here if scattered else 1
+            times = many if folding.folded else 1 if packed else here
             loads[crossing.pod, pod], copies[crossing.pod, pod] = pushed * times, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)

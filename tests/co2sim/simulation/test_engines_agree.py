@@ -50,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tiers": {"inter": Link(1e9, 1e-6), "fabric": Fabric(Tier(2, 8.0), Tier(4, 9.0))},
     "hashed": {"fabric": Fabric(Tier(2, 2.0), paths="hashed", flows=2)},
     "scattered": {"fabric": Fabric(Tier(2, 8.0), Tier(4, 9.0), placement="scattered")},
+    "cyclic": {"fabric": Fabric(Tier(2, 8.0), placement="cyclic")},
     "uneven": {"node_spread": 0.05, "step_spread": 0.03},
     "all": {"backend": "gloo", "interference": 0.2, "inter": Link(1e9, 1e-6, busy_efficiency=0.7)},
 }
