@@ -89,8 +89,8 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def compared(papers: Path = PAPERS) -> list[Compared]:
-    """All rows that say enough. Raises CatalogError for files that do not fit each other."""
+def compared(papers: Path = PAPERS, draws: int = _DRAWS) -> list[Compared]:
+    """All rows that say enough, over draws of paths and of moments. Raises CatalogError for files that do not fit each other."""
     folder = papers / "fabric"
     tree = files.toml_file(folder / "cases.toml")
     try:
@@ -101,7 +101,7 @@ def compared(papers: Path = PAPERS) -> list[Compared]:
         raise CatalogError(f"{folder / 'cases.toml'}: {problem}") from error
     rows = dict(_rows(folder / "collectives.csv"))
     return [
-        _compared(rows[number], case, systems) for case in cases for number in sorted(case.rows)
+        _compared(rows[row], case, systems, draws) for case in cases for row in sorted(case.rows)
     ]
 
 
@@ -111,9 +111,11 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
         yield int(row["id"]), row
 
 
-def _compared(row: Mapping[str, str], case: Case, systems: Mapping[str, System]) -> Compared:
+def _compared(
+    row: Mapping[str, str], case: Case, systems: Mapping[str, System], draws: int
+) -> Compared:
     system = systems[case.system]
-    part = _predicted(row, case, systems)
+    part = _predicted(row, case, systems, draws)
     measured = _of_mean_time(row) / (case.best or system.best)
     return Compared(
         row=int(row["id"]),
@@ -135,7 +137,9 @@ def _of_mean_time(row: Mapping[str, str]) -> float:
     return total / sum(int(count) / float(speed) for speed, count in runs)
 
 
-def _predicted(row: Mapping[str, str], case: Case, systems: Mapping[str, System]) -> float:
+def _predicted(
+    row: Mapping[str, str], case: Case, systems: Mapping[str, System], draws: int
+) -> float:
     """The part of its speed without congestion that is left to a job."""
     free = cost_of(_work(row, case), _cluster(case, systems, blocks=False))
     without = free.duration_alone(_cluster(case, systems, blocks=False))
@@ -143,7 +147,7 @@ def _predicted(row: Mapping[str, str], case: Case, systems: Mapping[str, System]
     if not case.others:
         return without / cost_of(_work(row, case), cluster).duration_alone(cluster)
     jobs = [_sharer(row, job, systems) for job in (case, *case.others)]
-    first = Meeting(jobs, draws=_DRAWS).run()[0]
+    first = Meeting(jobs, draws=draws).run()[0]
     return without / (first.alone * first.slowdown)
 
 

@@ -257,9 +257,9 @@ def imbalance(flows: int, uplinks: int, switches: int, least: float = 0.0) -> fl
     """
     load, chances = busiest(flows, uplinks, switches)
     mean = max(load * uplinks / flows, least)
-    for number, chance in enumerate(chances, load + 1):
-        more = max(number * uplinks / flows, least) - max((number - 1) * uplinks / flows, least)
-        mean += (1 - chance) * more
+    for more, chance in enumerate(chances, load + 1):
+        step = max(more * uplinks / flows, least) - max((more - 1) * uplinks / flows, least)
+        mean += (1 - chance) * step
     return mean
 
 

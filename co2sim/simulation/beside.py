@@ -135,14 +135,14 @@ class _Links:
         self._rng = rng
 
     def rename(self, job: int, lowered: LoweredSchedule, *, hashed: bool) -> dict[int, Transfer]:
-        """The transfers of a job on the links of all, by the identity of its own ones."""
+        """The transfers of a job on the links of all, by their identity."""
         for link, size in lowered.capacity.items():
             if not _is_uplink(link):
                 self.capacity[job, link] = size
         schedule, paths = lowered.schedule, dict[tuple[Group, Pod], _Paths]()
         costs, renamed = costs_of(schedule, lowered.cluster), dict[int, Transfer]()
-        for number, transfers in zip(schedule.work_numbers, lowered.transfers, strict=True):
-            work, cost = schedule.works[number], costs[number]
+        for index, transfers in zip(schedule.work_numbers, lowered.transfers, strict=True):
+            work, cost = schedule.works[index], costs[index]
             if not (isinstance(work, Collective) and cost):
                 continue
             on: dict[Pod, _Paths] = {}
@@ -285,8 +285,8 @@ class Meeting:
         env, links = simpy.Environment(), _Links(rng)
         work = [job.lowered(count) for job, count in zip(jobs, counts, strict=True)]
         renamed = [
-            links.rename(number, lowered, hashed=job.hashed)
-            for number, (job, lowered) in enumerate(zip(jobs, work, strict=True))
+            links.rename(index, lowered, hashed=job.hashed)
+            for index, (job, lowered) in enumerate(zip(jobs, work, strict=True))
         ]
         network = Network(env, links.capacity)
         views = [_View(network, job, transfers) for job, transfers in enumerate(renamed)]

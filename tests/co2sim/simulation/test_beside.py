@@ -5,10 +5,12 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Kind, Op, Schedule
 from co2sim.simulation.beside import Meeting, Sharer
+from co2sim.simulation.costs import cost_of
 
 SIZE = 1_000_000
 
@@ -70,3 +72,31 @@ def test_jobs_with_their_own_leaves_never_meet() -> None:
     job = Sharer(repeated(EXCHANGE), inside, "bf16")
     for one in Meeting([job, job], draws=1).run():
         assert (one.worst, one.meets, one.uses) == (pytest.approx(1), 0, 0)
+
+
+def test_hashed_connections_meet_as_often_as_is_counted() -> None:
+    """Two connections on two uplinks, in two pods: 1.75 of them in the mean, drawn or counted."""
+    fabric = Fabric(Tier(1, 1.0, speed=0.5e9), paths="hashed", flows=2)
+    on = tiny.cluster(2, 1, inter=Link(1e9, 0.0), fabric=fabric)
+    alone = Meeting([Sharer(repeated(EXCHANGE), on, "bf16")], draws=400).run()[0].alone
+    assert cost_of(EXCHANGE, on).duration_alone(on) == pytest.approx(1.75 * 0.5e-3)
+    assert alone == pytest.approx(1.75 * 0.5e-3, rel=0.05)
+
+
+def test_jobs_meet_on_single_uplinks_where_paths_are_hashed() -> None:
+    """With an uplink for each of both, they meet half of the time in each of two pods."""
+    fabric = Fabric(Tier(2, 1.0), share=0.5, paths="hashed", flows=1)
+    on = tiny.cluster(2, 1, inter=Link(1e9, 0.0), fabric=fabric)
+    job = Sharer(repeated(EXCHANGE), on, "bf16")
+    one, other = Meeting([job, job], draws=200).run()
+    assert one.slowdown == pytest.approx(1.75, rel=0.05)
+    assert one.worst == pytest.approx(2)
+    assert other.slowdown == pytest.approx(one.slowdown)
+
+
+def test_more_ops_than_can_be_simulated_are_refused() -> None:
+    """A job of very short rounds beside one of long ones."""
+    short = Sharer(repeated(compute(1e-7)), cluster(), "bf16")
+    long = Sharer(repeated(EXCHANGE, compute(10.0)), cluster(), "bf16")
+    with pytest.raises(OptionError):
+        Meeting([short, long]).run()
