@@ -90,7 +90,10 @@ class Compared:
 
 
 def compared(papers: Path = PAPERS, draws: int = _DRAWS) -> list[Compared]:
-    """All rows that say enough, over draws of paths and of moments. Raises CatalogError for files that do not fit each other."""
+    """All rows that say enough, over draws of paths and of moments.
+
+    Raises CatalogError for files that do not fit each other.
+    """
     folder = papers / "fabric"
     tree = files.toml_file(folder / "cases.toml")
     try:
