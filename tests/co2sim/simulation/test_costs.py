@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from co2sim.catalog import load_cluster
 from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import AllReduce, Backend, Cluster, Link
-from co2sim.hardware.fabric import Fabric, Tier
+from co2sim.hardware.fabric import Fabric, Placement, Tier
 from co2sim.schedule.schedule import (
     NODE,
     PEERS,
@@ -484,6 +484,25 @@ def test_narrower_tiers_are_never_faster(
         return window(trace, schedule, 4).round_time
 
     assert took(low) <= took(high) * (1 + 1e-9)
+
+
+@given(
+    st.sampled_from(tiny.VARIANTS),
+    st.sampled_from([(4, 1), (4, 2), (8, 2)]),
+    st.sampled_from(["packed", "scattered", "cyclic"]),
+    st.sampled_from(["leaf", "spine"]),
+)
+def test_fabrics_that_block_nothing_change_no_time(
+    strategy: str, shape: tuple[int, int], placement: Placement, tiers: str
+) -> None:
+    """A round of any strategy, on two and three tiers with an uplink for each network card."""
+    schedule = tiny.schedule(strategy, shape)
+    spine = Tier(4) if tiers == "spine" else None
+    times = []
+    for on in (tiered(*shape), tiered(*shape, leaf=Tier(2), spine=spine, placement=placement)):
+        trace = execute(schedule, on, precision="bf16", rounds=6)
+        times.append(window(trace, schedule, 3).round_time)
+    assert times[1] == pytest.approx(times[0], rel=1e-9)
 
 
 # --- protocols of NCCL ------------------------------------------------------------------------

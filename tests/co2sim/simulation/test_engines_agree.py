@@ -205,6 +205,40 @@ def test_ranks_that_meet_in_parts_are_left_to_simpy() -> None:
     assert not event_engine.applies(work, shared_works(work))
 
 
+ratios = st.sampled_from([0.5, 1.0, 2.0, 8.0])
+fabrics = st.builds(
+    Fabric,
+    st.builds(
+        Tier,
+        st.just(2),
+        ratios,
+        st.sampled_from([1.0, 1.5]),
+        background=ratios.map(lambda r: r / 16),
+    ),
+    st.none() | st.builds(Tier, st.just(4), ratios),
+    nics=st.sampled_from([1, 2]),
+    rails=st.booleans(),
+    paths=st.sampled_from(["spread", "hashed"]),
+    placement=st.sampled_from(["packed", "scattered", "cyclic"]),
+    share=st.sampled_from([0.5, 1.0]),
+)
+
+
+@given(variants, fabrics, st.sampled_from(["nccl", "gloo", "interference"]), noises)
+def test_random_fabrics_take_the_times_of_simpy(
+    strategy: str, fabric: Fabric, kind: str, noise: Noise
+) -> None:
+    """Eight nodes of two GPUs, folded, and each rank for itself."""
+    on = cluster(kind, 8, 2, fabric=fabric)
+    check_engine(lowered(tiny.schedule(strategy, (8, 2)), on, noise))
+
+
+@given(variants, fabrics)
+def test_one_rank_stands_for_all_on_any_fabric(strategy: str, fabric: Fabric) -> None:
+    """Folded and unfolded, on leaves of two nodes."""
+    check_folding(tiny.schedule(strategy, (4, 2)), cluster("nccl", 4, 2, fabric=fabric))
+
+
 # --- folding -------------------------------------------------------------------------------------
 
 
