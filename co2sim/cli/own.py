@@ -22,16 +22,20 @@ from co2sim.prediction import driver, power
 from co2sim.prediction.figures import asked
 from co2sim.prediction.ownership import (
     HOUR,
+    SETS,
+    TIERS,
     YEAR,
     Costs,
     Machine,
     Ownership,
+    as_sold,
     costs_of,
     machine,
     moved,
     node_of,
     numbers,
     ownership,
+    split,
     spread,
     usd_per_billion,
 )
@@ -43,9 +47,6 @@ from co2sim.report.text.screen import Screen, print_screen
 _YEARS = (0.25, 20)
 """Least and most."""
 _LEAST_USED = 0.001
-
-
-_OWN = "own."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,8 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
     if bool(case.model) != bool(case.strategy):
         missing = "--strategy" if case.model else "--model"
         raise OptionError(f"{missing} is missing; what a token costs needs a model and a strategy")
-    sets = case.overrides
-    changes = {k.removeprefix(_OWN): v for k, v in sets.items() if k.startswith(_OWN)}
-    case = replace(case, overrides={k: v for k, v in sets.items() if not k.startswith(_OWN)})
+    changes, others = split(case.overrides)
+    case = replace(case, overrides=others)
     cluster, rent = _with_rent(case, changes)
     rates = numbers(cluster.value, changes, rent)
     costs = costs_of(rates)
@@ -151,7 +151,8 @@ def _answer(case: Question, years: float, utilization: float) -> _Answer:
     if gpus is not None and gpus % per_node:
         raise OptionError(f"--gpus is {gpus}; whole nodes are bought: use a multiple of {per_node}")
     sized = cluster.value if gpus is None else cluster.value.resized(gpus)
-    bought = machine(sized, 1.0 if result is None else power.computing_share(result))
+    computing = 1.0 if result is None else power.computing_share(result)
+    bought = machine(sized, computing, load_cluster(str(case.cluster), as_sold(others)).value)
     return _Answer(
         cluster=cluster,
         machine=bought,
@@ -177,7 +178,7 @@ def _with_rent(case: Question, changes: Mapping[str, str]) -> tuple[Entry[Cluste
     if value.price_per_gpu is None:
         lacks_node = node_of(value) is None and "node" not in changes
         price = " nor price of a node" if lacks_node else ""
-        sets = f", and --set {_OWN}node='36000 USD' a GPU" if lacks_node else ""
+        sets = f", and --set {SETS}node='36000 USD' a GPU" if lacks_node else ""
         if lacking := power.missing(value):
             sets += f", and {power.sets(value, lacking)} (of a node without its GPUs)"
         raise OptionError(
@@ -238,7 +239,7 @@ def _print(out: Console, answer: _Answer) -> None:
     print_lines(
         out,
         "sources in full: co2sim list nodes, ownership, electricity, prices, or a cluster;"
-        f" another number: --set {_OWN}node='36000 USD', say",
+        f" another number: --set {SETS}node='36000 USD', say",
     )
 
 
@@ -319,7 +320,7 @@ def _levers(answer: _Answer) -> str:
     }
     most = sorted(prices, key=lambda name: prices[name][0] - prices[name][1])[:_LEVERS]
     ranges = (
-        f"{low:.2f} to {high:.2f} USD by {_OWN}{name} ({_ends(answer.given[name])})"
+        f"{low:.2f} to {high:.2f} USD by {SETS}{name} ({_ends(answer.given[name])})"
         for name in most
         for low, high in [prices[name]]
     )
@@ -351,12 +352,17 @@ def _made_of(answer: _Answer, part: str) -> str:
     owned, bought, costs = answer.found, answer.machine, answer.costs
     values = {name: rate.value for name, rate in answer.given.items()}
     speed = scaled(bought.port_speed * 8, "bit/s")
-    tiers = " + ".join(f"{count:,}" for count in owned.network.tiers) or "none"
+    if part.endswith(" switches"):
+        tiers = dict(zip(TIERS, owned.network.tiers, strict=False))
+        ports = (bought.fabric and bought.fabric.switch_ports) or costs.switch_ports
+        count = tiers[part.removesuffix(" switches")]
+        return f"{count:,} of {ports} ports of {speed}{_drawn(owned, part)}"
     return {
         "nodes": f"{counted(bought.gpus, 'GPU')} in {counted(bought.nodes, 'node')} at"
         f" {values['node']} a GPU",
         "spare parts": f"{_share(costs.spares)} of the nodes",
-        "switches": f"{tiers} of {costs.switch_ports} ports of {speed}, a tree without blocking",
+        "network cards": f"{bought.ports} a node of {speed} instead of those that it is sold with"
+        f"{_drawn(owned, part)}",
         "links": f"{owned.network.links:,} of {speed}, two modules and a fibre each",
         "colocation": f"{owned.power_kw:,.0f} kW at {values['colocation']}",
         "electricity": f"{owned.energy_kwh / 1000:,.0f} MWh at the meter, PUE {bought.pue:g}, at"
@@ -368,13 +374,18 @@ def _made_of(answer: _Answer, part: str) -> str:
     }[part]
 
 
+def _drawn(owned: Ownership, part: str) -> str:
+    """What a part draws, behind others."""
+    return f", {number(owned.power.get(part, 0.0))} kW"
+
+
 def _numbers(answer: _Answer) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, rate in answer.given.items():
         wins = ""
         if name in answer.ends:
             wins = " to ".join(_share(end.break_even) for end in answer.ends[name])
-        shown = "price_per_gpu" if name == "rent" else f"{_OWN}{name}"
+        shown = "price_per_gpu" if name == "rent" else f"{SETS}{name}"
         ends = _ends(rate) if rate.low else ""
         dated = rate.dated() if rate.date else ""
         rows.append((shown, rate.value, ends, wins, dated, rate.source.partition(":")[0]))
@@ -439,6 +450,7 @@ def _plain(answer: _Answer) -> dict[str, Any]:
         "parts": dict(owned.parts),
         "network": asdict(owned.network),
         "power_kw": owned.power_kw,
+        "power_kw_of": dict(owned.power),
         "energy_kwh": owned.energy_kwh,
         "engineers": owned.engineers,
         "numbers": {name: asdict(rate) for name, rate in answer.given.items()},

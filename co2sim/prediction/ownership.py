@@ -37,6 +37,10 @@ _KNOWN_SPEED: BytesPerSecond = 400 * _GBIT
 """Of the ports whose price is known."""
 _SPEEDS = tuple(speed * _GBIT for speed in (1, 10, 25, 50, 100, 200, 400, 800))
 """Of ports that are sold."""
+TIERS = ("leaf", "spine", "core")
+"""Of switches, from the nodes on."""
+SETS = "own."
+"""What names of the numbers of owning begin with among changes of a cluster."""
 
 REGION = "virginia"
 """Where the electricity is from, unless another region or price is given."""
@@ -54,6 +58,8 @@ class Costs:
     """
 
     node: Usd
+    nic: Usd
+    nic_power: Annotated[Watts, Quantity(unit="W", least=0)]
     switch: Usd
     switch_ports: Annotated[int, Quantity(least=4, most=1024)]
     switch_power: Annotated[Watts, Quantity(unit="W", least=0)]
@@ -72,12 +78,21 @@ class Costs:
         check(self, "own")
 
 
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """Network cards of a node, and the speed of each."""
+
+    count: int
+    speed: BytesPerSecond
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What is bought, and what it draws. `fabric` joins its nodes.
 
-    `ports` are those of one node, of `port_speed` each. The powers are those of one GPU that works
-    as in training, that waits, and at most, and of what a node draws besides.
+    `ports` are those of one node, of `port_speed` each: its network cards. The price of a node and
+    its power are with the cards that are `sold` with it, these if None. The powers are those of one
+    GPU that works as in training, that waits, and at most, and of what a node draws besides.
     """
 
     gpus: int
@@ -91,22 +106,33 @@ class Machine:
     node_power: Watts
     pue: float
     fabric: Fabric | None = None
+    sold: Cards | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What all of one kind cost, and draw."""
+
+    usd: float
+    watts: Watts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """What owning costs in all, in USD by part: what is sold at the end is below 0.
 
-    `gpu_hours` pass, of which the part `utilization` is used. `break_even` is the utilization above
-    which owning is cheaper than renting; above 1, or infinite, where renting always is. `kept` is
-    the part of what was paid that is sold at the end, and with `kept_to_win` of it owning costs as
-    much as renting at this utilization: below it renting is cheaper. None where interest is more
-    than what is sold.
+    `paid` is what all is bought for. `power` is what is drawn at most, in kW by part. Network cards
+    are only what they are more than those that nodes are sold with. `gpu_hours` pass, of which the
+    part `utilization` is used. `break_even` is the utilization above which owning is cheaper than
+    renting; above 1, or infinite, where renting always is. `kept` is the part of what was paid that
+    is sold at the end, and with `kept_to_win` of it owning costs as much as renting at this
+    utilization: below it renting is cheaper. None where interest is more than what is sold.
     """
 
     parts: Mapping[str, float]
+    paid: float
     network: Network
-    power_kw: float
+    power: Mapping[str, float]
     energy_kwh: float
     engineers: float
     gpu_hours: float
@@ -114,6 +140,11 @@ class Ownership:
     break_even: float
     kept: float
     kept_to_win: float | None
+
+    @property
+    def power_kw(self) -> float:
+        """What all draws at most."""
+        return sum(self.power.values())
 
     @property
     def total(self) -> float:
@@ -131,11 +162,12 @@ class Ownership:
         return self.total / (self.gpu_hours * self.utilization)
 
 
-def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
+def machine(cluster: Cluster, computing: float = 1.0, sold: Cluster | None = None) -> Machine:
     """What a cluster is made of; its GPUs compute for this part of the time that they are used.
 
-    Every node has as many ports as its network cards need: one of each GPU, if they suffice.
-    Raises OptionError where its powers are not known.
+    Every node has as many ports as its network cards need: one of each GPU, if they suffice. Where
+    the fabric says how many cards it has, its price is that of a node of the cluster `sold`, with
+    other cards. Raises OptionError where its powers are not known.
     """
     if lacking := power.missing(cluster):
         are = "is" if len(lacking) == 1 else "are"
@@ -149,13 +181,13 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
     assert gpu.tdp is not None
     assert cluster.node_power is not None
     assert cluster.pue is not None
-    share = cluster.inter.bandwidth / cluster.cards
-    speed = next((sold for sold in _SPEEDS if sold >= share * (1 - 1e-9)), _SPEEDS[-1])
+    cards = _cards(cluster)
+    chosen = sold is not None and cluster.fabric is not None and cluster.fabric.nics is not None
     return Machine(
         gpus=layout.world_size,
         nodes=layout.nodes,
-        ports=math.ceil(cluster.inter.bandwidth / speed * (1 - 1e-9)),
-        port_speed=speed,
+        ports=cards.count,
+        port_speed=cards.speed,
         sites=cluster.sites,
         working=working,
         waiting=waiting,
@@ -163,7 +195,15 @@ def machine(cluster: Cluster, computing: float = 1.0) -> Machine:
         node_power=cluster.node_power,
         pue=cluster.pue,
         fabric=cluster.fabric,
+        sold=_cards(sold) if sold and chosen else None,
     )
+
+
+def _cards(cluster: Cluster) -> Cards:
+    """Those of a node, as they are sold."""
+    share = cluster.inter.bandwidth / cluster.cards
+    speed = next((sold for sold in _SPEEDS if sold >= share * (1 - 1e-9)), _SPEEDS[-1])
+    return Cards(math.ceil(cluster.inter.bandwidth / speed * (1 - 1e-9)), speed)
 
 
 def network_of(costs: Costs, bought: Machine) -> Network:
@@ -176,23 +216,55 @@ def network_of(costs: Costs, bought: Machine) -> Network:
     return Network(tuple(n * bought.sites for n in of_site.tiers), of_site.links * bought.sites)
 
 
+def network_parts(costs: Costs, bought: Machine) -> dict[str, Part]:
+    """What joins the nodes: all network cards, links, and switches by tier; none of one node.
+
+    The modules of links draw what switches and cards do. Raises OptionError like `network`.
+    """
+    network, scale = network_of(costs, bought), bought.port_speed / _KNOWN_SPEED
+    if not network.links:
+        return {}
+    cards = _of_cards(costs, Cards(bought.ports, bought.port_speed), bought.nodes)
+    parts = {"network cards": cards, "links": Part(network.links * costs.link * scale, 0.0)}
+    for tier, count in zip(TIERS, network.tiers, strict=False):
+        switches = Part(count * costs.switch * scale, count * costs.switch_power)
+        parts[f"{tier} switches"] = switches
+    return parts
+
+
+def _of_cards(costs: Costs, cards: Cards, nodes: int) -> Part:
+    """Those of all nodes. Of other speeds the price is as the root of the speed."""
+    count = cards.count * nodes
+    return Part(count * costs.nic * math.sqrt(cards.speed / _KNOWN_SPEED), count * costs.nic_power)
+
+
+def _network_beside(costs: Costs, bought: Machine) -> dict[str, Part]:
+    """The parts of the network that are not sold with nodes; cards are more or fewer than those."""
+    parts = network_parts(costs, bought)
+    cards = parts.pop("network cards", None)
+    if cards and bought.sold:
+        usual = _of_cards(costs, bought.sold, bought.nodes)
+        more = Part(cards.usd - usual.usd, cards.watts - usual.watts)
+        return ({"network cards": more} if more != Part(0.0, 0.0) else {}) | parts
+    return parts
+
+
 def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -> Ownership:
     """What it costs to own a machine for some years. Raises OptionError like `network`."""
     utilization = fraction("utilization", utilization)
-    hours, network = years * YEAR / HOUR, network_of(costs, bought)
-    scale = bought.port_speed / _KNOWN_SPEED
+    hours, joining = years * YEAR / HOUR, _network_beside(costs, bought)
     nodes = bought.gpus * costs.node
-    parts = {
-        "nodes": nodes,
-        "spare parts": nodes * costs.spares,
-        "switches": network.switches * costs.switch * scale,
-        "links": network.links * costs.link * scale,
-    }
+    with_cards = nodes + (joining["network cards"].usd if "network cards" in joining else 0.0)
+    parts = {"nodes": nodes, "spare parts": with_cards * costs.spares}
+    parts |= {name: part.usd for name, part in joining.items()}
     paid = sum(parts.values())
     kept = costs.resale**years
     sold = paid * kept
-    rest = bought.nodes * bought.node_power + network.switches * costs.switch_power
-    most_kw = (bought.gpus * bought.most + rest) / 1000
+    rest = bought.nodes * bought.node_power + sum(part.watts for part in joining.values())
+    drawn = {"nodes": bought.gpus * bought.most + bought.nodes * bought.node_power}
+    drawn |= {name: part.watts for name, part in joining.items() if part.watts}
+    power_kw = {name: watts / 1000 for name, watts in drawn.items()}
+    most_kw = sum(power_kw.values())
     to_kwh = bought.pue * hours / 1000
     waiting_kwh = to_kwh * (bought.gpus * bought.waiting + rest)
     used_kwh = to_kwh * bought.gpus * (bought.working - bought.waiting)
@@ -212,8 +284,9 @@ def ownership(costs: Costs, bought: Machine, years: float, utilization: float) -
     by_kept = paid * (1 - costs.capital * years / 2)  # what owning costs less if all is sold
     return Ownership(
         parts=parts,
-        network=network,
-        power_kw=most_kw,
+        paid=paid,
+        network=network_of(costs, bought),
+        power=power_kw,
         energy_kwh=waiting_kwh + utilization * used_kwh,
         engineers=engineers,
         gpu_hours=gpu_hours,
@@ -234,6 +307,12 @@ def _units() -> Mapping[str, Any]:
     return {field.name: get_args(hints[field.name])[1].unit for field in fields(Costs)}
 
 
+def split(changes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Changes of the numbers of owning, by name without `own.`, and all others."""
+    owning = {n.removeprefix(SETS): text for n, text in changes.items() if n.startswith(SETS)}
+    return owning, {n: text for n, text in changes.items() if not n.startswith(SETS)}
+
+
 def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[str, Rate]:
     """All numbers of owning a cluster by name, with range, date and source.
 
@@ -241,7 +320,7 @@ def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[st
     OptionError for unknown names, and where the price of a node is not known.
     """
     published = dict(rates("ownership"))
-    settable = [f"own.{name}" for name in _units() if name != "rent"]
+    settable = [f"{SETS}{name}" for name in _units() if name != "rent"]
     for name in changes:
         if f"own.{name}" not in settable:
             raise OptionError(f"unknown number own.{name}; {nearest(f'own.{name}', settable)}")
@@ -266,6 +345,11 @@ def numbers(cluster: Cluster, changes: Mapping[str, str], rent: Rate) -> dict[st
             " part of a node, --set own.node='36000 USD'"
         )
     return {name: chosen[name] for name in _units()}
+
+
+def as_sold(changes: Mapping[str, str]) -> dict[str, str]:
+    """Changes of a cluster but for its network: what is left are nodes as they are sold."""
+    return {n: t for n, t in changes.items() if not n.startswith(("fabric.", "inter.", SETS))}
 
 
 def node_of(cluster: Cluster) -> Rate | None:

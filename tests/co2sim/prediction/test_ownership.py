@@ -18,7 +18,7 @@ from co2sim.catalog.facts import Rate, rates
 from co2sim.common.units import parse
 from co2sim.hardware.fabric import fat_tree
 from co2sim.prediction import power
-from co2sim.prediction.ownership import Costs, Machine, ownership, spread
+from co2sim.prediction.ownership import Cards, Costs, Machine, ownership, spread
 
 HERE = ("own", "-c", "dgx-h100", "-g", "256", "--years", "3")
 MANY = settings(max_examples=settings.default.max_examples // 16)  # type: ignore[union-attr]
@@ -27,7 +27,7 @@ MACHINE = Machine(
     working=595.0, waiting=105.0, most=700.0, node_power=2800.0, pue=1.58,
 )  # fmt: skip
 COSTS = Costs(
-    node=38750, switch=36000, switch_ports=64, switch_power=1100, link=1300, colocation=195,
+    node=38750, nic=2188, nic_power=33, switch=36000, switch_ports=64, switch_power=1100, link=1300, colocation=195,
     electricity=0.09, gpus_per_engineer=250, engineer=135520 / 31557600, spares=0.05, resale=0.7,
     capital=0.11, rent=2.95 / 3600,
 )  # fmt: skip
@@ -66,6 +66,34 @@ def test_256_h100_for_three_years_by_hand(cli: Command) -> None:
     found = answer(cli, "--utilization", "70%")
     assert found["usd"] == pytest.approx(total, rel=1e-9)
     assert found["usd_per_used_gpu_hour"] == pytest.approx(total / (256 * hours * 0.7), rel=1e-9)
+
+
+def test_a_network_is_priced_by_its_parts(cli: Command) -> None:
+    """4 of 8 cards a node, 2:1: a leaf has 40 ports to 10 nodes, 20 up; 4 leaves, 2 spines."""
+    own = table("ownership")
+    fabric = {"switch_ports": "64", "nics": "4", "leaf.oversubscription": "2"}
+    sets = [text for name, value in fabric.items() for text in ("--set", f"fabric.{name}={value}")]
+    parts = answer(cli, *sets, "--set", "inter.bandwidth=1600 Gbit/s")["parts"]
+    assert parts["network cards"] == pytest.approx(-32 * 4 * own["nic"])
+    assert parts["links"] == pytest.approx((32 * 4 + 4 * 20) * own["link"])
+    assert parts["leaf switches"] == pytest.approx(4 * own["switch"])
+    assert parts["spine switches"] == pytest.approx(2 * own["switch"])
+    nodes = 256 * table("nodes")["h100"] - 32 * 4 * own["nic"]
+    assert parts["spare parts"] == pytest.approx(own["spares"] * nodes)
+
+
+@MANY
+@given(st.integers(1, 8), st.sampled_from((25e9, 50e9, 100e9)))
+def test_nodes_with_other_cards_cost_and_draw_the_difference(cards: int, speed: float) -> None:
+    """Of cards alone, with their spare parts; as many as they are sold with cost nothing."""
+    bought = replace(MACHINE, ports=cards, port_speed=speed)
+    usual = ownership(COSTS, replace(bought, sold=Cards(cards, speed)), 3, 0.7)
+    assert "network cards" not in usual.parts
+    other = ownership(COSTS, replace(bought, sold=Cards(cards + 2, speed)), 3, 0.7)
+    less = 32 * 2 * COSTS.nic * math.sqrt(speed / 50e9)
+    assert other.parts["network cards"] == pytest.approx(-less)
+    assert other.paid == pytest.approx(usual.paid - less * (1 + COSTS.spares))
+    assert other.power_kw == pytest.approx(usual.power_kw - 32 * 2 * COSTS.nic_power / 1000)
 
 
 def test_trees_have_the_switches_of_published_designs() -> None:
