@@ -14,6 +14,7 @@ COMMANDS = {
     "sweep": ("sweep", "Vary any parameter over values, in parallel."),
     "solve": ("solve", "Find the value of a number that reaches a target."),
     "plan": ("plan", "Find what to buy, or how to run what there is."),
+    "fabric": ("fabric", "Find how cheap a network may be, for each strategy."),
     "own": ("own", "Compare owning a cluster with renting it."),
     "calibrate": ("calibrate", "Fit a software stack of your own to runs that you measured."),
     "goodput": ("goodput", "Say what part of the time is useful where parts fail."),

@@ -224,6 +224,10 @@ QUESTIONS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], str]
         lambda found: found["trained"],
         lambda found: f"{found['contract_usd_per_gpu_hour']:.2f} USD a GPU-hour",
     ),
+    "fabric --jobs 1": (
+        lambda found: found["chosen"]["ddp"],
+        lambda found: f"{found['networks'][0]['usd_per_gpu']:,.0f} USD a GPU",
+    ),
     "solve inter.bandwidth --micro-batch 32 --global-batch 512": (
         lambda found: found[0]["as_it_is"],
         lambda found: f"at least {str(found[0]['answers'][2]['met'][0]['low'] * 8 / 1e9)[:2]}",

@@ -27,9 +27,9 @@ MACHINE = Machine(
     working=595.0, waiting=105.0, most=700.0, node_power=2800.0, pue=1.58,
 )  # fmt: skip
 COSTS = Costs(
-    node=38750, nic=2188, nic_power=33, switch=36000, switch_ports=64, switch_power=1100, link=1300, colocation=195,
-    electricity=0.09, gpus_per_engineer=250, engineer=135520 / 31557600, spares=0.05, resale=0.7,
-    capital=0.11, rent=2.95 / 3600,
+    node=38750, nic=2188, nic_power=33, switch=36000, switch_ports=64, switch_power=1100,
+    link=1300, colocation=195, electricity=0.09, gpus_per_engineer=250,
+    engineer=135520 / 31557600, spares=0.05, resale=0.7, capital=0.11, rent=2.95 / 3600,
 )  # fmt: skip
 DEARER = ("node", "switch", "link", "colocation", "electricity", "engineer", "spares", "capital")
 

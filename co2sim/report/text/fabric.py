@@ -1,0 +1,292 @@
+"""What `co2sim fabric` says: the network of each strategy, a table of all, and plain values."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from co2sim.common.tables import print_lines, print_table
+from co2sim.common.units import counted, figures, number, timespan
+from co2sim.prediction.figures import asked
+from co2sim.prediction.ownership import SETS, split
+from co2sim.prediction.step_factors import NO_GOAL, Goal
+from co2sim.prediction.totals import DAY
+from co2sim.report.text.answer import (
+    Simulated,
+    batch_row,
+    labels,
+    learning_row,
+    legend,
+    marked,
+    setup,
+)
+from co2sim.report.text.screen import Screen
+from co2sim.report.text.totals import short
+from co2sim.studies.fabric import BILLION, Network, Networks, Training
+
+_HERE = "*"
+_MILLION = 1e6
+
+
+def screen(answer: Networks, goal: Goal = NO_GOAL) -> Screen:
+    """The cheapest training, a row for each strategy with its network, and what they rest on."""
+    chosen = [answer.chosen(strategy) for strategy in answer.strategies]
+    names = labels(answer.strategies)
+    entries = [
+        Simulated(
+            name=names[trained.strategy],
+            label=names[trained.strategy],
+            method=names[trained.strategy],
+            case=trained.case,
+            result=trained.result,
+        )
+        for trained in chosen
+    ]
+    results = [trained.result for trained in chosen]
+    misfits = any(not result.fits_in_memory for result in results)
+    return Screen(
+        answer=[*_sentences(answer), setup([job(answer, goal)], results)],
+        columns=[*_COLUMNS, *(["memory"] if misfits else [])],
+        table=[
+            [
+                *_row(answer, trained, marked(names[trained.strategy], trained.result)),
+                *([trained.result.memory_word] if misfits else []),
+            ]
+            for trained in chosen
+        ],
+        left=2,
+        legend=legend(
+            {names[trained.strategy]: trained.result.strategy for trained in chosen},
+            results=results,
+        ),
+        rows=[
+            *learning_row(entries, goal),
+            ("network", _tried(answer)),
+            *_unwired(answer),
+            ("turns", _turns(answer)),
+            ("counted", _counted(answer)),
+            ("batch", batch_row(results)),
+        ],
+        least=1,
+    )
+
+
+_COLUMNS = (
+    "strategy",
+    "network",
+    "loses",
+    "USD/GPU",
+    "of cluster",
+    "saves",
+    "time",
+    "USD",
+)
+
+
+def _row(answer: Networks, trained: Training, name: str) -> list[str]:
+    network = trained.network
+    return [
+        name,
+        network.name,
+        _lost(trained),
+        f"{network.usd:,.0f}",
+        _percent(network.share),
+        _short((answer.full.usd - network.usd) * answer.gpus),
+        _time(trained),
+        _usd(trained),
+    ]
+
+
+def _sentences(answer: Networks) -> Iterator[str]:
+    names = labels(answer.strategies)
+    chosen: dict[str, list[str]] = {}
+    for strategy in answer.strategies:
+        trained = answer.chosen(strategy)
+        chosen.setdefault(
+            f"{trained.network.name} ({trained.network.usd:,.0f} USD a GPU)", []
+        ).append(names[strategy])
+    networks = ", and ".join(f"{name} for {' and '.join(of)}" for name, of in chosen.items())
+    loses = _percent(answer.tried.loses)
+    yield f"The cheapest network that loses at most {loses} of the speed is {networks}."
+    best = answer.cheapest
+    if best is None or best.usd is None:
+        yield "No training that fits in memory has a cost: see memory, or give --steps-factor."
+        return
+    yield (
+        f"The cheapest training is {names[best.strategy]} with {best.network.name}: {_time(best)},"
+        f" {figures(best.usd)} USD owned."
+    )
+
+
+def job(answer: Networks, goal: Goal) -> str:
+    """What is trained, and where; the network is said elsewhere."""
+    trained = answer.trainings[0]
+    result, case = trained.result, trained.case
+    amount = f"{short(answer.tokens or BILLION)} {result.unit}s"
+    if answer.tokens is None and goal.steps is not None:
+        amount = f"{goal.steps:,} steps of ddp"
+    others = {n: t for n, t in split(case.overrides)[1].items() if n not in trained.network.changes}
+    changed = ", ".join(f"{name}={text}" for name, text in others.items())
+    where = result.place.partition(", with ")[0]
+    return f"{amount} of {result.model} on {where}{f', with {changed}' if changed else ''}"
+
+
+def _tried(answer: Networks) -> str:
+    costs = sorted(network.usd for network in answer.networks)
+    ports = answer.full.changes["fabric.switch_ports"]
+    return (
+        f"{len(answer.networks)} of cards, links and switches with {ports} ports, {costs[0]:,.0f}"
+        f" to {costs[-1]:,.0f} USD a GPU; {answer.full.name} costs"
+        f" {_money(answer.full.usd * answer.gpus)}, {_percent(answer.full.share)} of the cluster"
+    )
+
+
+def _unwired(answer: Networks) -> list[tuple[str, str]]:
+    """How many are left out, and why the first is."""
+    if not answer.unwired:
+        return []
+    name, reason = answer.unwired[0]
+    count = counted(len(answer.unwired), "network")
+    return [("left out", f"{count} cannot be wired, such as {name}: {reason}")]
+
+
+def _turns(answer: Networks) -> str:
+    cases = [trained.case for trained in answer.trainings]
+    fabrics = [fabric for case in cases if (fabric := case.load()[0].value.fabric)]
+    if any(fabric.placement == "scattered" or fabric.paths == "hashed" for fabric in fabrics):
+        return "packed jobs on spread paths lose less, as their rings cross a leaf once"
+    return (
+        "rings of packed jobs cross a leaf once, and lose to oversubscription only where its"
+        " uplinks have less than a node; scattered ones (--set fabric.placement=scattered) and"
+        " hashed paths (fabric.paths=hashed) lose more"
+    )
+
+
+def _counted(answer: Networks) -> str:
+    tried = answer.tried
+    return (
+        f"USD: what owning costs meanwhile, of {tried.years:g} years at"
+        f" {_percent(tried.utilization)} utilization (co2sim own; --set {SETS}nic='2000 USD', say);"
+        " errors of a strategy are alike on all networks, those of two are not (co2sim run has"
+        " intervals); not: other jobs on the same switches"
+    )
+
+
+def print_details(out: Console, answer: Networks) -> None:
+    """All networks: what they are made of, and every strategy on each."""
+    names = list(dict.fromkeys(part for network in answer.networks for part in network.parts))
+    rows = [
+        [
+            network.name,
+            " + ".join(f"{count:,}" for count in network.tiers),
+            f"{network.links:,}",
+            *(f"{network.parts[n].usd:,.0f}" if n in network.parts else "0" for n in names),
+            f"{network.usd:,.0f}",
+            _percent(network.share),
+            number(network.watts),
+        ]
+        for network in answer.networks
+    ]
+    heads = [f"{name}, USD" for name in names]
+    columns = ["network", "switches", "links", *heads, "USD/GPU", "of cluster", "W/GPU"]
+    print_table(out, f"networks of {counted(answer.gpus, 'GPU')}", columns, rows, left=1)
+    for strategy in answer.strategies:
+        here = answer.chosen(strategy)
+        taken = labels(trained.result.strategy for trained in answer.of(strategy))
+        varies = len(taken) > 1
+        rows = [
+            [
+                f"{trained.network.name}{f' {_HERE}' if trained is here else ''}",
+                f"{trained.network.usd:,.0f}",
+                number(trained.network.watts),
+                f"{trained.result.tokens_per_s:,.0f}",
+                "-" if trained.factor is None else f"{trained.factor:.3g}",
+                _lost(trained),
+                _time(trained),
+                _usd(trained),
+                *([taken[trained.result.strategy]] if varies else []),
+            ]
+            for trained in answer.of(strategy)
+        ]
+        unit = here.result.unit
+        columns = ["network", "USD/GPU", "W/GPU", f"{unit}s/s", "steps for one of ddp", "loses"]
+        print_table(out, strategy, [*columns, "time", "USD", *(["as"] * varies)], rows, left=1)
+    loses = _percent(answer.tried.loses)
+    print_lines(out, f"{_HERE} the cheapest network that loses at most {loses}")
+    print_lines(out, *(f"not wired: {name}: {reason}" for name, reason in answer.unwired))
+
+
+def plain(answer: Networks) -> dict[str, Any]:
+    """As plain values for JSON."""
+    best = answer.cheapest
+    return {
+        "answer": " ".join(_sentences(answer)),
+        "gpus": answer.gpus,
+        "tokens": answer.tokens,
+        "loses": answer.tried.loses,
+        "years": answer.tried.years,
+        "utilization": answer.tried.utilization,
+        "full": answer.full.name,
+        "networks": [_plain_network(network) for network in answer.networks],
+        "not_wired": [{"network": name, "why": reason} for name, reason in answer.unwired],
+        "trainings": [_plain_training(trained) for trained in answer.trainings],
+        "chosen": {
+            strategy: {
+                **_plain_training(trained := answer.chosen(strategy)),
+                "saves_usd": (answer.full.usd - trained.network.usd) * answer.gpus,
+            }
+            for strategy in answer.strategies
+        },
+        "cheapest": best and _plain_training(best),
+    }
+
+
+def _plain_network(network: Network) -> dict[str, Any]:
+    return {
+        "network": network.name,
+        **asdict(network),
+        "usd_per_gpu": network.usd,
+        "watts_per_gpu": network.watts,
+    }
+
+
+def _plain_training(trained: Training) -> dict[str, Any]:
+    result = trained.result
+    return {
+        "strategy": trained.strategy,
+        "network": trained.network.name,
+        "as": result.strategy,
+        "tokens_per_s": result.tokens_per_s,
+        "steps_factor": trained.factor,
+        "tokens_per_s_to_the_loss": trained.pace,
+        "lost": trained.lost,
+        "days": trained.days,
+        "usd": trained.usd,
+        "fits_in_memory": result.fits_in_memory,
+        **asked(result),
+    }
+
+
+def _lost(trained: Training) -> str:
+    return f"{100 * trained.lost:.1f} %"
+
+
+def _time(trained: Training) -> str:
+    return "-" if trained.days is None else timespan(trained.days * DAY)
+
+
+def _usd(trained: Training) -> str:
+    return "-" if trained.usd is None else figures(trained.usd)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _money(usd: float) -> str:
+    return f"{usd / 1e6:.3g} million USD" if usd >= _MILLION else f"{usd:,.0f} USD"
+
+
+def _short(usd: float) -> str:
+    return f"{usd / 1e6:.3g}M" if usd >= _MILLION else f"{usd:,.0f}"

@@ -1,0 +1,443 @@
+"""How cheap a network may be: network cards and oversubscription, priced by parts, and simulated.
+
+Every network is bought with its switches, links and cards (`prediction.ownership`), and every
+strategy trains on it. Of a strategy the network is chosen that costs least of those which lose at
+most a part of its speed to the loss: tokens/s over the steps that one of ddp is worth.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Annotated
+
+from co2sim.catalog.facts import Rate
+from co2sim.common import convert
+from co2sim.common.convert import Reader, option
+from co2sim.common.errors import Co2simError, OptionError
+from co2sim.common.units import BytesPerSecond, Watts
+from co2sim.common.validation import between, whole
+from co2sim.hardware.cluster import Cluster
+from co2sim.hardware.fabric import Fabric
+from co2sim.prediction import power
+from co2sim.prediction.ownership import (
+    HOUR,
+    Costs,
+    Part,
+    as_sold,
+    costs_of,
+    machine,
+    network_of,
+    network_parts,
+    numbers,
+    ownership,
+    split,
+)
+from co2sim.prediction.question import Question
+from co2sim.prediction.result import Result
+from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor, to_loss
+from co2sim.prediction.totals import DAY, tokens_of, totals_of
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.run_all import Outcome, run_all
+
+BILLION = 1e9
+"""Tokens that are trained where nothing else is said."""
+_VARIED = ("fabric.leaf.oversubscription", "fabric.spine.oversubscription")
+_LEAFLESS = ("fabric.placement", "fabric.share")
+"""Of a cluster with leaves only."""
+_SAME = 1e-9
+"""Of a speed: what is no difference."""
+_GIGABIT: BytesPerSecond = 1e9 / 8
+
+
+def _list(read: type[int] | type[float]) -> Reader:
+    """Numbers between commas, in the order that they are written in."""
+    each = convert.whole if read is int else convert.number
+
+    def numbers_of(name: str, text: str) -> tuple[float, ...]:
+        return tuple(each(name, part.strip()) for part in text.split(","))
+
+    return Reader(numbers_of, "N,N")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """Which networks, and what is made of them. Raises OptionError for what is out of range."""
+
+    oversubscription: Annotated[tuple[float, ...], _list(float)] = option(
+        (1.0, 2.0, 4.0, 8.0),
+        "Bandwidth of the nodes of a leaf over that of its uplinks: 1,2,4,8.",
+        "fabric",
+    )
+    nics: Annotated[tuple[int, ...] | None, _list(int)] = option(
+        None,
+        "Network cards of a node, each as fast as those of the cluster; default: as many as it"
+        " has, halved down to 1.",
+        "fabric",
+    )
+    rails: bool | None = option(
+        None,
+        "Each network card of a node has its own leaf; default: as the cluster says.",
+        "fabric",
+    )
+    ports: int | None = option(
+        None, "Ports of a switch; default: as the cluster says, or own.switch_ports.", "fabric"
+    )
+    loses: Annotated[float, Reader(convert.share, "<str>")] = option(
+        0.05, "What a strategy may lose of its speed on the best network: 5%.", "fabric"
+    )
+    years: float = option(3.0, "How long the cluster is kept.", "fabric")
+    utilization: Annotated[float, Reader(convert.share, "<str>")] = option(
+        0.7, "The part of all hours in which GPUs are used: 70%.", "fabric"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range, or there twice."""
+        for ratio in self.oversubscription:
+            between("--oversubscription", ratio, 0.1, 1000)
+        for cards in self.nics or ():
+            whole("--nics", cards, 1, 1024)
+        for flag, values in (("--oversubscription", self.oversubscription), ("--nics", self.nics)):
+            if values is not None and len(set(values)) < len(values):
+                raise OptionError(f"{flag} has a value twice")
+        if self.ports is not None:
+            whole("--ports", self.ports, 4, 1024)
+        between("--loses", self.loses, 0, 0.99)
+        between("--years", self.years, 0.25, 20)
+        between("--utilization", self.utilization, 0.001, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network that can be bought; `usd` and `watts` are those of a GPU, cards of nodes included.
+
+    `oversubscription` is None where no traffic passes uplinks of leaves. `share` is what the
+    network is of all that is bought. `changes` of the cluster make it.
+    """
+
+    nics: int
+    card: BytesPerSecond
+    oversubscription: float | None
+    tiers: tuple[int, ...]
+    links: int
+    parts: Mapping[str, Part]
+    gpus: int
+    share: float
+    changes: Mapping[str, str]
+
+    @property
+    def usd(self) -> float:
+        """USD a GPU."""
+        return sum(part.usd for part in self.parts.values()) / self.gpus
+
+    @property
+    def watts(self) -> Watts:
+        """What it draws for a GPU."""
+        return sum(part.watts for part in self.parts.values()) / self.gpus
+
+    @property
+    def name(self) -> str:
+        """Such as `4 x 400G, 2:1`: cards of a node, and the oversubscription of leaves."""
+        cards = f"{self.nics} x {self.card / _GIGABIT:.3g}G"
+        if self.oversubscription is None:
+            return f"{cards}, {'one switch' if sum(self.tiers) == 1 else 'not blocking'}"
+        return f"{cards}, {self.oversubscription:g}:1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A strategy on a network.
+
+    `pace` are tokens/s over the steps that one of ddp is worth (`factor`; None: not known, taken as
+    1), and `lost` is what it is less than on the best network. `days` and `usd`, what owning costs
+    in that time, are those of the tokens to be trained, None without a factor.
+    """
+
+    strategy: str
+    network: Network
+    case: Question
+    result: Result
+    factor: float | None
+    pace: float
+    lost: float
+    days: float | None
+    usd: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Networks:
+    """All networks, and every strategy on each; those that cannot be wired, and why."""
+
+    tried: Tried
+    gpus: int
+    networks: Sequence[Network]
+    unwired: Sequence[tuple[str, str]]
+    trainings: Sequence[Training]
+    tokens: float | None
+
+    @cached_property
+    def strategies(self) -> list[str]:
+        """In the order that they were named in."""
+        return list(dict.fromkeys(trained.strategy for trained in self.trainings))
+
+    def of(self, strategy: str) -> list[Training]:
+        """A strategy on each network."""
+        return [trained for trained in self.trainings if trained.strategy == strategy]
+
+    def chosen(self, strategy: str) -> Training:
+        """On the cheapest network that loses no more than it may."""
+        enough = [trained for trained in self.of(strategy) if trained.lost <= self.tried.loses]
+        return min(enough, key=lambda trained: (trained.network.usd, trained.lost))
+
+    @property
+    def cheapest(self) -> Training | None:
+        """Of all, the training that costs least, if it fits in memory; None where none is known."""
+        priced = [trained for trained in self.trainings if trained.usd is not None]
+        fitting = [trained for trained in priced if trained.result.fits_in_memory]
+        return min(fitting, key=lambda trained: trained.usd or 0.0, default=None)
+
+    @property
+    def full(self) -> Network:
+        """With the most cards, and the least oversubscription."""
+        return min(
+            self.networks, key=lambda network: (-network.nics, network.oversubscription or 0.0)
+        )
+
+
+# --- which networks there are ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is to be simulated: `cases` by network, and in each by strategy."""
+
+    questions: Sequence[Question]
+    tried: Tried
+    costs: Costs
+    sold: Cluster
+    networks: Sequence[Network]
+    unwired: Sequence[tuple[str, str]]
+
+    @cached_property
+    def cases(self) -> list[Question]:
+        """Every strategy on every network."""
+        return [
+            replace(case, overrides=_overrides(case, network.changes))
+            for network, case in product(self.networks, self.questions)
+        ]
+
+    def complete(self, outcomes: Mapping[int, Outcome]) -> list[int]:
+        """The places of the networks on which every strategy has a result."""
+        width = len(self.questions)
+        return [
+            row
+            for row in range(len(self.networks))
+            if all(isinstance(outcomes.get(row * width + n), Result) for n in range(width))
+        ]
+
+    def answer(
+        self, outcomes: Mapping[int, Outcome], tokens: float | None, goal: Goal = NO_GOAL
+    ) -> Networks:
+        """The answer by outcomes by the places of cases; networks that lack one are left out."""
+        rows = self.complete(outcomes)
+        trainings = [
+            self._training(row, column, outcomes, tokens, goal)
+            for row in rows
+            for column in range(len(self.questions))
+        ]
+        return Networks(
+            tried=self.tried,
+            gpus=self.networks[0].gpus,
+            networks=[self.networks[row] for row in rows],
+            unwired=self.unwired,
+            trainings=_compared(trainings),
+            tokens=tokens,
+        )
+
+    def _training(
+        self,
+        row: int,
+        column: int,
+        outcomes: Mapping[int, Outcome],
+        tokens: float | None,
+        goal: Goal,
+    ) -> Training:
+        position = row * len(self.questions) + column
+        case, result = self.cases[position], outcomes[position]
+        assert isinstance(result, Result)
+        factor = step_factor(result.strategy, scale_of(result), goal)
+        days = _days(case, result, tokens, goal)
+        usd = None
+        if days is not None:
+            cluster = case.load()[0].value.resized(result.gpus)
+            bought = machine(cluster, power.computing_share(result), self.sold)
+            owned = ownership(self.costs, bought, self.tried.years, self.tried.utilization)
+            usd = owned.per_used_hour * days * DAY / HOUR * result.gpus
+        return Training(
+            strategy=strategy_title(self.questions[column].strategy),
+            network=self.networks[row],
+            case=case,
+            result=result,
+            factor=factor.factor if factor else None,
+            pace=result.tokens_per_s / (factor.factor if factor else 1.0),
+            lost=0.0,
+            days=days,
+            usd=usd,
+        )
+
+
+def _days(case: Question, result: Result, tokens: float | None, goal: Goal) -> float | None:
+    """Of the tokens, or of the steps of the goal; None where no step factor is known."""
+    if tokens is None and goal.steps is not None:
+        loss = to_loss(result, goal)
+        return None if loss is None else loss.time_s / DAY * goal.project.factor
+    trained = totals_of(case, result, BILLION if tokens is None else tokens, goal)
+    return None if trained is None else trained.days
+
+
+def _compared(trainings: Sequence[Training]) -> list[Training]:
+    """With what each loses against the best network of its strategy."""
+    best: dict[str, float] = {}
+    for trained in trainings:
+        best[trained.strategy] = max(best.get(trained.strategy, 0.0), trained.pace)
+    lost = [1 - trained.pace / best[trained.strategy] for trained in trainings]
+    return [
+        replace(trained, lost=part if part > _SAME else 0.0)
+        for trained, part in zip(trainings, lost, strict=True)
+    ]
+
+
+def _overrides(case: Question, changes: Mapping[str, str]) -> dict[str, str]:
+    """Those of the case with those of a network: one without leaves has no placement."""
+    kept = split(case.overrides)[1] | dict(changes)
+    if "fabric.leaf.oversubscription" in changes:
+        return kept
+    return {name: text for name, text in kept.items() if name not in _LEAFLESS}
+
+
+def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
+    """The networks to try under some strategies. Raises OptionError where none can be wired."""
+    tried = tried or Tried()
+    case = cases[0]
+    for name in _VARIED:
+        if name in case.overrides:
+            raise OptionError(f"--set {name} is what --oversubscription varies; leave it out")
+    owning, others = split(case.overrides)
+    base = replace(case, overrides={n: t for n, t in others.items() if n not in _LEAFLESS})
+    cluster = base.load()[0].value
+    if case.gpus is not None:
+        if case.gpus % cluster.gpus_per_node:
+            raise OptionError(
+                f"--gpus is {case.gpus}; whole nodes are bought: use a multiple of"
+                f" {cluster.gpus_per_node}"
+            )
+        cluster = cluster.resized(case.gpus)
+    if cluster.nodes_per_site == 1:
+        raise OptionError("one node needs no network between nodes; give --gpus of two or more")
+    rent = Rate(name="rent", value="1 USD/h", date="", source="nothing is rented")
+    costs = costs_of(numbers(cluster, owning, rent))
+    sold = replace(base, overrides=as_sold(base.overrides)).load()[0].value
+    networks, unwired = _networks(base, cluster, tried, costs, sold)
+    if not networks:
+        raise OptionError(f"no network can be wired: {unwired[0][0]}: {unwired[0][1]}")
+    return Bench(
+        questions=cases, tried=tried, costs=costs, sold=sold, networks=networks, unwired=unwired
+    )
+
+
+def networks(
+    cases: Sequence[Question],
+    tried: Tried | None = None,
+    *,
+    tokens: float | None = None,
+    goal: Goal = NO_GOAL,
+    jobs: int = 1,
+    progress: bool | None = None,
+) -> Networks:
+    """What each strategy loses on cheaper networks, and which is the cheapest that suffices.
+
+    `cases` are one job under several strategies. `tokens` are those that ddp would train. Raises
+    Co2simError where a case fails, and `Interrupted` at control-C.
+    """
+    if tokens is not None:
+        tokens_of(tokens)
+    made = bench(cases, tried)
+    outcomes = run_all(made.cases, jobs, progress=progress)
+    return made.answer(dict(enumerate(outcomes)), tokens, goal)
+
+
+def _networks(
+    case: Question, cluster: Cluster, tried: Tried, costs: Costs, sold: Cluster
+) -> tuple[list[Network], list[tuple[str, str]]]:
+    """Those that can be wired, and why others cannot; of equal ones the first."""
+    fabric = cluster.fabric or Fabric()
+    card = cluster.inter.bandwidth / cluster.cards
+    ports = tried.ports or fabric.switch_ports or costs.switch_ports
+    rails = fabric.rails if tried.rails is None else tried.rails
+    cards = sorted(tried.nics or _halved(cluster.cards), reverse=True)
+    made: dict[tuple[int, float | None], Network] = {}
+    unwired: list[tuple[str, str]] = []
+    for nics, ratio in product(cards, sorted(tried.oversubscription)):
+        changes = {
+            "fabric.switch_ports": str(ports),
+            "fabric.nics": str(nics),
+            "fabric.rails": str(rails).lower(),
+            "inter.bandwidth": f"{nics * card / _GIGABIT:.12g} Gbit/s",
+        }
+        one_switch = not fabric.leaf and cluster.nodes_per_site * nics <= ports
+        try:
+            wired = _wired(case, cluster, changes, None if one_switch else ratio, costs, sold)
+        except Co2simError as error:
+            unwired.append((f"{nics} x {card / _GIGABIT:.3g}G, {ratio:g}:1", str(error)))
+            continue
+        made.setdefault((nics, wired.oversubscription), wired)
+    return list(made.values()), unwired
+
+
+def _halved(cards: int) -> Iterable[int]:
+    """All, and half of them, down to one."""
+    while cards:
+        yield cards
+        cards //= 2
+
+
+def _wired(
+    case: Question,
+    cluster: Cluster,
+    changes: Mapping[str, str],
+    ratio: float | None,
+    costs: Costs,
+    sold: Cluster,
+) -> Network:
+    """A network with leaves of this oversubscription, and spines where leaves do not suffice.
+
+    Raises Co2simError for what cannot be wired.
+    """
+    leaf = {} if ratio is None else {"fabric.leaf.oversubscription": f"{ratio:g}"}
+    spine = {} if ratio is None else {"fabric.spine.oversubscription": f"{ratio:g}"}
+    has_spine = cluster.fabric is not None and cluster.fabric.spine is not None
+    gpus = cluster.layout.world_size
+    for more in [leaf | spine] if has_spine else [leaf, leaf | spine]:
+        chosen = {**changes, **more}
+        try:
+            made = replace(case, overrides={**case.overrides, **chosen})
+            wired = made.load()[0].value.resized(gpus)
+            bought = machine(wired, sold=sold)
+            counted = network_of(costs, bought)
+            break
+        except Co2simError:
+            if more != leaf or has_spine or ratio is None:
+                raise
+    inside = ratio is None or wired.nodes_per_site <= wired.pods[0].nodes
+    parts = network_parts(costs, bought)
+    return Network(
+        nics=wired.cards,
+        card=wired.inter.bandwidth / wired.cards,
+        oversubscription=None if inside else ratio,
+        tiers=counted.tiers,
+        links=counted.links,
+        parts=parts,
+        gpus=gpus,
+        share=sum(part.usd for part in parts.values()) / ownership(costs, bought, 1, 1).paid,
+        changes=chosen,
+    )
