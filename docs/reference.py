@@ -13,7 +13,8 @@ from co2sim.catalog import names
 from co2sim.catalog.facts import Kind, RateKind, facts, rates, read
 from co2sim.catalog.specs import SCANS
 from co2sim.common.validation import Quantity
-from co2sim.hardware.cluster import GPU, Cluster, Link, Tier
+from co2sim.hardware.cluster import GPU, Cluster, Link
+from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.transformer import Experts, Transformer
 from co2sim.prediction.figures import COLUMNS
@@ -27,6 +28,7 @@ TABLES = (
     Cluster,
     GPU,
     Link,
+    Fabric,
     Tier,
     Failures,
     SizedFailures,

@@ -23,7 +23,7 @@ _GPU = GPU("any", 80e9, 1e12, {"bf16": 1e15}, ((1.0, 1.0),))
 """Collectives alone depend on no GPU."""
 _RATE: Seconds = 20e-6
 """Of a hop between nodes. Messages are large: it hardly matters."""
-_DRAWS = 48
+_DRAWS = 32
 """Of paths and of the moments at which jobs begin."""
 
 

@@ -52,6 +52,30 @@ def _with_numbers(case: Question) -> Question:
     return chosen
 
 
+_Evidence = Annotated[
+    bool,
+    typer.Option(
+        "--evidence",
+        help="Add the published runs that are most like it, and where step factors are from.",
+    ),
+]
+_Memory = Annotated[
+    bool,
+    typer.Option(
+        "--memory",
+        help="Add what a GPU holds over a step, and what other options would save of it.",
+    ),
+]
+_Others = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE[:N]",
+        help="Add what the job and N others on the same fabric lose to each other: a TOML file of"
+        " options (model, strategy, gpus, ...), or one that a trainer reads. Repeatable.",
+    ),
+]
+
+
 @options.open_cases
 @options.goal_options
 def run(  # noqa: PLR0913 - one argument per option
@@ -60,28 +84,9 @@ def run(  # noqa: PLR0913 - one argument per option
     goal: Goal,
     *,
     tokens: totals.Tokens = None,
-    evidence: Annotated[
-        bool,
-        typer.Option(
-            "--evidence",
-            help="Add the published runs that are most like it, and where step factors are from.",
-        ),
-    ] = False,
-    memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory",
-            help="Add what a GPU holds over a step, and what other options would save of it.",
-        ),
-    ] = False,
-    beside: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE[:N]",
-            help="Add what the job and N others on the same fabric lose to each other: a TOML file"
-            " of options (model, strategy, gpus, ...), or one that a trainer reads. Repeatable.",
-        ),
-    ] = None,
+    evidence: _Evidence = False,
+    memory: _Memory = False,
+    beside: _Others = None,
     full: options.Full = False,
     launch: options.Launch = False,
     report: options.Report = None,
