@@ -37,6 +37,14 @@ _CHOSEN = ("micro_batch", "accumulation", "recompute", *(one.name for one in fie
 """Options of a case that have several values here."""
 
 
+_Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", "-g", help="Counts, such as 64,128; default: whole nodes, from one up to all."
+    ),
+]
+
+
 @options.case_options("job", target="job", but=_CHOSEN)
 @options.record_options(Objective, "wanted", dict)
 @options.record_options(Axes, "axes")
@@ -70,12 +78,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             f" {'; '.join(STRATEGIES)}.",
         ),
     ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            "--gpus", "-g", help="Counts, such as 64,128; default: whole nodes, from one up to all."
-        ),
-    ] = None,
+    gpus: _Gpus = None,
     jobs: options.Jobs = 1,
     engine: options.Name = "loky",
     scheduler: options.Scheduler = None,
