@@ -23,7 +23,7 @@ from co2sim.schedule.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.errors import PRECISIONS, one_of
-from realrun.lab.lab import Dilation, Lab, overrides
+from realrun.lab.lab import Dilation, Lab
 from realrun.lab.time_dilation import SLEEPING
 from realrun.launch.processes import started
 from realrun.record import folder_name
@@ -124,8 +124,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
 ) -> None:
     """Execute strategies in a lab on this machine (root), and compare them with their prediction.
 
-    Further options, such as --rounds, are those of `realrun run`. The link between sites is
-    predicted from its stated rate, with the latency that is measured between nodes.
+    Further options, such as --rounds, are those of `realrun run`. Links between sites or leaves are
+    predicted from their stated rates, with the latency that is measured between nodes.
     """
     for text in strategy:
         parse(text)
@@ -138,9 +138,6 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     load_model(model)
     check_writable(out)
     built = stated.slower(dilation, (*SLEEPING, "--kernels", kernels))
-    inside = ["--nodes", str(built.nodes), "--gpus-per-node", str(built.gpus_per_node)]
-    inside += ["--rate", built.rate, "--intra-rate", built.intra_rate]
-    inside += ["--dilation", str(built.dilation)]
     strategies = [item for text in strategy for item in ("--strategy", text)]
     words = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
     words += ["--precision", precision] if precision else []
@@ -149,13 +146,11 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
             cluster = str(out / "probe.toml")
             run = ["--gpu", "virtual"] if kernels == "sleep" else ["--precision", precision or FP32]
             run += [] if probe else ["--stated"]
-            _in_lab(inside, ["probe", *run, "--out", cluster])
-            on = ["--cluster", cluster, *_sites_of(built, cluster)]
+            _in_lab(built.one_switch.arguments, ["probe", *run, "--out", cluster])
+            on = ["--cluster", cluster, *_beyond(built, cluster)]
         else:
             on = ["--cluster", cluster] if cluster else []
-        if built.wan is not None:
-            inside += ["--sites", str(built.sites), "--wan", built.wan]
-        _in_lab(inside, ["run", *on, *words, *context.args])
+        _in_lab(built.arguments, ["run", *on, *words, *context.args])
         folders = [out / folder_name(text) for text in strategy]
         comparisons = _compared(folders)
         files = {} if figure is None else _figures(comparisons, figure, 0)
@@ -193,11 +188,9 @@ def gpu(
         shown.print(f"written {out}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _sites_of(lab: Lab, probed: str) -> list[str]:
-    """What a probe of the same nodes at one site does not say of several, as options."""
-    if lab.sites == 1:
-        return []
-    facts = overrides(lab.uplink, lab.sites, load_cluster(probed).value.inter.latency)
+def _beyond(lab: Lab, probed: str) -> list[str]:
+    """What a probe of the same nodes on one switch does not say of sites or leaves, as options."""
+    facts = lab.beyond(load_cluster(probed).value.inter.latency) if lab.uplink else {}
     return [word for key, text in facts.items() for word in ("--set", f"{key}={text}")]
 
 

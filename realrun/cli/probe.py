@@ -122,6 +122,11 @@ def probe(request: ProbeOptions, how: RankSettings) -> None:
             f"a probe measures one speed between nodes, and {SITES} is {sites}: probe the nodes of"
             " one site"
         )
+    if (lab := os.environ.get(CLUSTER)) and load_cluster(lab).value.fabric:
+        raise OptionError(
+            "a probe measures one speed between nodes, and this lab has leaves: probe without"
+            " --leaf"
+        )
     check_writable(request.out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 

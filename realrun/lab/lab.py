@@ -1,8 +1,8 @@
 """A cluster of network namespaces on one machine, with known bandwidths.
 
-Each node is a network namespace whose `eth0` is plugged into the bridge of its site. `tc tbf`
-limits what it sends there, what its ranks send each other over loopback, and, of several sites,
-what each sends to others. All of it is in its own network, process and mount namespaces: the
+Each node is a network namespace whose `eth0` is plugged into the bridge of its site or leaf. `tc
+tbf` limits what it sends there, what its ranks send each other over loopback, and what sites or
+leaves send to others, and get. All of it is in its own network, process and mount namespaces: the
 network of the machine does not change, and everything is gone when the first process of the
 namespace ends.
 
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,7 @@ from co2sim.common.errors import Co2simError, UnitError, error_line
 from co2sim.common.units import BytesPerSecond, Seconds, counted, duration, parse
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import FULLY_IDLE
+from co2sim.hardware.fabric import Fabric, Tier
 from realrun.errors import REALTIME, SITES, LabError, one_of
 from realrun.lab.time_dilation import DILATION, MOST, chosen
 from realrun.launch import launcher, processes
@@ -71,14 +72,15 @@ _SYSCTLS = {
 
 
 _WINDOW = 256 * 1024
-"""Bytes that a connection may have under way between sites: what waits there delays all others."""
+"""Bytes that a connection may have under way where switches are joined by limited links: what waits
+there delays all others."""
 
 
 def make_nodes(lab: "Lab") -> list[int]:
     """Make the bridge, and nodes on it; the processes that hold the nodes.
 
-    Several sites have a bridge each, which a limited link joins to the first one. Raises LabError
-    when a tool fails.
+    Sites, and leaves, have a bridge each, which a limited link joins to the first one. Raises
+    LabError when a tool fails.
     """
     _ip(
         "link set lo up",
@@ -86,29 +88,32 @@ def make_nodes(lab: "Lab") -> list[int]:
         f"addr add {SWITCH}/16 dev br0",
         "link set br0 up",
     )
-    bridges = ["br0"] if lab.sites == 1 else [_site(site, lab) for site in range(lab.sites)]
-    return [
-        _node(index, lab, bridges[index * lab.sites // lab.nodes]) for index in range(lab.nodes)
-    ]
+    return [_node(index, lab, bridge) for index, bridge in enumerate(_bridges(lab, lab.uplink))]
 
 
-def _site(site: int, lab: "Lab") -> str:
-    """Make the bridge of a site, and its limited link to the others; its name."""
-    bridge, uplink, other = f"site{site}", f"wan{site}", f"from{site}"
+def _bridges(lab: "Lab", uplink: "Uplink | None") -> list[str]:
+    """Make those of sites or leaves; the one of each node."""
+    if uplink is None:
+        return ["br0"] * lab.nodes
+    bridges = [_joined(uplink, number) for number in range(lab.nodes // uplink.nodes)]
+    if lab.placement == "cyclic":
+        return [bridges[node % len(bridges)] for node in range(lab.nodes)]
+    return [bridges[node // uplink.nodes] for node in range(lab.nodes)]
+
+
+def _joined(uplink: "Uplink", number: int) -> str:
+    """Make a bridge, and its link to the first one, limited in both directions; its name."""
+    bridge, up, down = f"{uplink.name}{number}", f"up{number}", f"down{number}"
     _ip(
         f"link add {bridge} type bridge stp_state 0 forward_delay 0",
-        f"link add {uplink} type veth peer name {other}",
-        f"link set {other} master br0 up",
-        f"link set {uplink} master {bridge} up",
+        f"link add {up} type veth peer name {down}",
+        f"link set {down} master br0 up",
+        f"link set {up} master {bridge} up",
         f"link set {bridge} up",
     )
-    _limit((), uplink, lab.far_bandwidth, site_burst(lab.far_bandwidth, lab.bandwidth))
+    for end in (up, down):
+        _limit((), end, uplink.bandwidth, uplink.burst)
     return bridge
-
-
-def site_burst(bandwidth: BytesPerSecond, node: BytesPerSecond) -> int:
-    """Bytes that may leave a site at once after a pause: whole packets of its nodes, too."""
-    return max(burst(bandwidth), 2 * queue(node)[1])
 
 
 def burst(bandwidth: BytesPerSecond) -> int:
@@ -168,7 +173,7 @@ def _node(index: int, lab: "Lab", bridge: str) -> int:
     _ip(f"link set {port} gso_max_size {longest} master {bridge} up")
     # A short queue in front of the rate limit: answers to what comes in wait behind it.
     values = _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(waiting)}
-    if lab.sites > 1:
+    if lab.uplink:
         values |= {"ipv4/tcp_wmem": f"4096 65536 {_WINDOW}"}
     _sysctl(enter, values)
     _ip(
@@ -217,13 +222,6 @@ def run_tool(command: Sequence[str], text: str = "") -> None:
         raise LabError(f"`{' '.join(command)}` failed: {said}")
 
 
-def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[str, str]:
-    """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
-    if not uplink:
-        return {}
-    return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | dict(uplink)
-
-
 _RATE = Reader(lambda _, text: text, "RATE")
 """Read as a text; the lab checks it."""
 
@@ -242,13 +240,27 @@ Dilation = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
+class Uplink:
+    """What joins the switch of `nodes` nodes, a site or a leaf, to others; in each direction.
+
+    `bandwidth` is by the clock of the machine, `burst` are bytes that may pass after a pause.
+    """
+
+    name: Literal["site", "leaf"]
+    nodes: int
+    bandwidth: BytesPerSecond
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lab:
     """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
 
     `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
-    `sites` divide the nodes, in order; `wan` is what each sends to others at most. The lab has all
-    rates divided by `dilation`, and its clock is as much slower (`time_dilation`). Raises
-    LabError when it cannot be built anywhere.
+    `sites` divide the nodes, in order; `wan` is what each sends to others at most. Else `leaf`
+    nodes share a switch, whose link to others has their rate divided by `oversubscription`. The lab
+    has all rates divided by `dilation`, and its clock is as much slower (`time_dilation`). Raises
+    LabError or OptionError when it cannot be built anywhere.
     """
 
     nodes: int = option(4, "Nodes: one namespace each.", "lab")
@@ -262,6 +274,15 @@ class Lab:
     sites: int = option(1, "Sites that share the nodes, in order.", "lab")
     wan: Annotated[str | None, _RATE] = option(
         None, "What each site sends to others at most, such as '50 Mbit/s'.", "lab"
+    )
+    leaf: int | None = option(
+        None, "Nodes that share a leaf switch; a spine joins the leaves.", "lab"
+    )
+    oversubscription: float = option(
+        1.0, "Rate of all nodes of a leaf over that of its link to the spine.", "lab"
+    )
+    placement: Literal["packed", "cyclic"] = option(
+        "packed", "packed: nodes fill leaf after leaf. cyclic: they take turns.", "lab"
     )
     dilation: int = 1
 
@@ -286,6 +307,22 @@ class Lab:
             )
         if self.wan is not None:
             _bandwidth("rate between sites", self.wan)
+        self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        if self.leaf is None:
+            if (self.oversubscription, self.placement) != (1.0, "packed"):
+                raise LabError("oversubscription and placement need leaf: the nodes of a switch")
+            return
+        whole("leaf", self.leaf, 1, error=LabError)
+        if self.sites > 1:
+            raise LabError(f"sites is {self.sites} and leaf is {self.leaf}: a lab has one of them")
+        if self.nodes % self.leaf:
+            raise LabError(f"{self.nodes} nodes do not divide into leaves of {self.leaf}")
+        one_of("placement", self.placement, ("packed", "cyclic"))
+        assert self.fabric
+        up = self.leaf * _bandwidth("rate", self.rate) / self.oversubscription
+        _within("rate of a leaf's link", f"{up * 8e-6:g} Mbit/s", up)
 
     def slower(self, dilation: str, command: Sequence[str]) -> "Lab":
         """The lab for a command, as much slower as --dilation says. Raises OptionError."""
@@ -293,20 +330,60 @@ class Lab:
         return replace(self, dilation=times)
 
     @property
-    def far_bandwidth(self) -> BytesPerSecond:
-        """What each of several sites sends to others at most, as `bandwidth`."""
-        assert self.wan is not None
-        return _bandwidth("rate between sites", self.wan) / self.dilation
+    def one_switch(self) -> "Lab":
+        """The same nodes on one switch: what is probed."""
+        return replace(self, sites=1, wan=None, leaf=None, oversubscription=1.0, placement="packed")
 
     @property
-    def uplink(self) -> dict[str, str]:
-        """The link of a site to others as a cluster states it, by key; empty for one site."""
-        if self.wan is None:
+    def arguments(self) -> list[str]:
+        """The lab as options of `realrun lab`."""
+        words = ["--nodes", str(self.nodes), "--gpus-per-node", str(self.gpus_per_node)]
+        words += ["--rate", self.rate, "--intra-rate", self.intra_rate]
+        words += ["--dilation", str(self.dilation)]
+        if self.leaf:
+            words += ["--leaf", str(self.leaf), "--oversubscription", f"{self.oversubscription:g}"]
+            words += ["--placement", self.placement]
+        return words + (["--sites", str(self.sites), "--wan", self.wan] if self.wan else [])
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """The leaves as a cluster has them. Raises OptionError for what none can have."""
+        if self.leaf is None:
+            return None
+        return Fabric(Tier(self.leaf, self.oversubscription), placement=self.placement)
+
+    @property
+    def uplink(self) -> Uplink | None:
+        """What joins switches of nodes, if there are several.
+
+        A leaf passes at once what its nodes may send at once: it adds no burst, and hides none.
+        """
+        if self.wan is not None:
+            far = _bandwidth("rate between sites", self.wan) / self.dilation
+            size = max(burst(far), 2 * queue(self.bandwidth)[1])  # whole packets of nodes
+            return Uplink("site", self.nodes // self.sites, far, size)
+        if self.leaf is None:
+            return None
+        up = self.leaf * self.bandwidth / self.oversubscription
+        return Uplink("leaf", self.leaf, up, self.leaf * burst(self.bandwidth))
+
+    def beyond(self, latency: Seconds) -> dict[str, str]:
+        """What `one_switch` as a cluster lacks, by key; between sites messages take `latency`."""
+        up = self.uplink
+        if up is None:
             return {}
+        if self.wan is None:
+            return {
+                "fabric.leaf.nodes": str(self.leaf),
+                "fabric.leaf.oversubscription": f"{self.oversubscription:g}",
+                "fabric.placement": self.placement,
+            }
         return {
+            "sites": str(self.sites),
+            "wan.latency": f"{latency:.4g} s",
             "wan.bandwidth": " ".join(self.wan.split()),
             "wan.efficiency": f"{payload_share(self.bandwidth, two=self.sites == _TWO):.4f}",
-            "host.wan.size": f"{site_burst(self.far_bandwidth, self.bandwidth)} B",
+            "host.wan.size": f"{up.burst} B",
         }
 
     @property
@@ -331,9 +408,14 @@ def _bandwidth(what: str, text: str) -> BytesPerSecond:
         value = parse(text, "B/s")
     except UnitError as error:
         raise LabError(f"the {what} of a lab: {error}") from error
+    return _within(what, repr(text), value)
+
+
+def _within(what: str, said: str, value: BytesPerSecond) -> BytesPerSecond:
+    """Refuse rates that no lab has."""
     slowest, fastest = 1e6 / 8, 1e11 / 8
     if not slowest <= value <= fastest:
-        raise LabError(f"the {what} is {text!r}; it must be 1 Mbit/s to 100 Gbit/s")
+        raise LabError(f"the {what} is {said}; it must be 1 Mbit/s to 100 Gbit/s")
     return value
 
 
@@ -474,12 +556,27 @@ frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} 
 counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
 Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
-{_stated_wan(lab.uplink, between)}"""
+{_stated_leaves(lab)}{_stated_wan(lab, between)}"""
 
 
-def _stated_wan(facts: Mapping[str, str], latency: str) -> str:
-    if not facts:
+def _stated_leaves(lab: Lab) -> str:
+    if lab.leaf is None:
         return ""
+    return f"""
+[fabric]
+placement = "{lab.placement}"
+
+[fabric.leaf]
+nodes = {lab.leaf}
+oversubscription = {{ value = {lab.oversubscription:g}, source = "rate of tc tbf at both ends of \
+each leaf's link: {lab.leaf} times that of a node, divided by this" }}
+"""
+
+
+def _stated_wan(lab: Lab, latency: str) -> str:
+    if lab.wan is None:
+        return ""
+    facts = lab.beyond(0.0)
     return f"""
 [wan]
 bandwidth = {{ value = "{facts["wan.bandwidth"]}", source = "rate of tc tbf at each site's \
