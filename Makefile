@@ -91,6 +91,8 @@ fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py invented $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py sites $(QUICK)
+	$(BIN)/python benchmarks/fidelity.py leaves $(QUICK)
+	$(BIN)/python benchmarks/leaves.py $(QUICK)
 
 verify: $(STAMP)-dev
 	PYTHONPATH=tests $(BIN)/python -m theory --out out/verify $(QUICK)

@@ -4,14 +4,15 @@
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
     sudo python benchmarks/fidelity.py sites        # two sites with a slow link between
+    sudo python benchmarks/fidelity.py leaves       # two leaves with a narrow spine between
     sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 new ones
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated rates
 and latencies that take 20 s to measure, and from a whole probe. `flops` predicts from the probe,
-and afterwards at the speed that products had in the run. `sites` predicts links between sites from
-their rate. `invented` draws labs, models and options from the seed. Nothing else is taken from a
-run. Writes fidelity-KIND.csv and .md.
+and afterwards at the speed that products had in the run. `sites` and `leaves` predict the links of
+these from their rates. `invented` draws labs, models and options from the seed. Nothing else is
+taken from a run. Writes fidelity-KIND.csv and .md.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from co2sim import Question, run
 from co2sim.catalog import load_cluster
 from co2sim.prediction.result import Result
 from realrun.execute.matmul_speed import at_speed, beside
-from realrun.lab.lab import Lab, overrides
+from realrun.lab.lab import Lab
 from realrun.lab.time_dilation import SLEEPING, chosen
 from realrun.launch.launcher import cores
 from realrun.record import Record, folder_name, read
@@ -90,6 +91,7 @@ SITES = (
 )
 """With a site, or a GPU, as the worker, and one strategy over both sites."""
 
+LEAVES = ("ddp", "zero3", "co2.published:tau=4")
 
 QUICK = [LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2.published:tau=4"))]
 JOBS = {
@@ -109,6 +111,11 @@ JOBS = {
     "sites": [
         LabJob(Lab(4, 1, "1 Gbit/s", sites=2, wan=wan), "tiny-5m", SITES)
         for wan in ("50 Mbit/s", "200 Mbit/s")
+    ],
+    # Two leaves of two nodes; and in turns, so that neighbours never share one.
+    "leaves": [
+        LabJob(Lab(4, 1, "1 Gbit/s", leaf=2, oversubscription=o, placement=p), "tiny-5m", LEAVES)
+        for o, p in ((1.0, "packed"), (4.0, "packed"), (4.0, "cyclic"))
     ],
 }
 
@@ -170,10 +177,7 @@ SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 
 def as_ranks(lab: Lab, *command: str) -> None:
     """Run a command as the ranks of a lab."""
-    build = ("--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node))
-    build += ("--sites", str(lab.sites), "--wan", lab.wan) if lab.wan else ()
-    build += ("--rate", lab.rate, "--dilation", str(lab.dilation))
-    inside = ["lab", "run", *build, "--", *command]
+    inside = ["lab", "run", *lab.arguments, "--", *command]
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
@@ -184,10 +188,8 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], *, quick: boo
     late wake-up weighs less where rounds are many.
     """
     options = {"precision": "fp32"} if kernels == "flops" else {}
-    sites = {
-        source: overrides(
-            job.lab.uplink, job.lab.sites, load_cluster(str(path)).value.inter.latency
-        )
+    beyond = {
+        source: job.lab.beyond(load_cluster(str(path)).value.inter.latency)
         for source, path in clusters.items()
     }
     predictions = {
@@ -197,7 +199,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], *, quick: boo
                     cluster=str(path),
                     model=job.model,
                     strategy=text,
-                    overrides=sites[source],
+                    overrides=beyond[source],
                     **options,
                 )
             )
@@ -211,7 +213,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], *, quick: boo
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
         arguments += [item for text in job.strategies for item in ("-s", text)]
-        arguments += [word for pair in sites[source].items() for word in ("--set", "=".join(pair))]
+        arguments += [word for pair in beyond[source].items() for word in ("--set", "=".join(pair))]
         arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
         as_ranks(job.lab, "realrun", *arguments)
@@ -228,7 +230,7 @@ def _row(job: LabJob, record: Record, predicted: dict[str, Result]) -> LabRow:
     row: LabRow = {
         "nodes": lab.nodes,
         "gpus_per_node": lab.gpus_per_node,
-        "rate": f"{lab.rate}, {lab.wan} between sites" if lab.wan else lab.rate,
+        "rate": lab.rate + _beyond(lab),
         "model": Path(job.model).stem,
         "strategy": seen["strategy"],
         "measured_s": seen["round_time_s"],
@@ -248,6 +250,13 @@ def _row(job: LabJob, record: Record, predicted: dict[str, Result]) -> LabRow:
         row[f"{source}_exposed_s"] = result.exposed_comm_s
         row[f"{source}_overlap"] = result.overlap_ratio
     return row
+
+
+def _beyond(lab: Lab) -> str:
+    """What is said of sites or leaves behind the rate."""
+    if lab.wan:
+        return f", {lab.wan} between sites"
+    return f", leaves of {lab.leaf}, {lab.oversubscription:g}:1, {lab.placement}" * bool(lab.leaf)
 
 
 def summary(frame: pd.DataFrame, source: str) -> str:
@@ -320,9 +329,8 @@ def in_lab(
         virtual = ["--gpu", "virtual"] if kernels == "sleep" else []
         clusters = {}
         if kernels == "sleep":
-            near = replace(lab, sites=1, wan=None)
             asked = ["--stated", "--out", str(stated), *virtual, *["--quick"] * quick]
-            as_ranks(near, "realrun", "probe", *asked)
+            as_ranks(lab.one_switch, "realrun", "probe", *asked)
             clusters["stated"] = stated
         if probe:
             budget = SHORT_PROBE if quick else ()
@@ -362,8 +370,8 @@ def main() -> None:
     rows: list[LabRow] = []
     with folder(options) as out, tempfile.TemporaryDirectory() as models:
         for lab, group in itertools.groupby(jobs(options, Path(models)), key=lambda job: job.lab):
-            name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}" + f"+{lab.wan}" * bool(lab.wan)
-            probe = options.kind not in {"invented", "sites"}
+            name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}{_beyond(lab)}"
+            probe = options.kind not in {"invented", "sites", "leaves"}
             rows += in_lab(lab, list(group), kernels, name, probe=probe, quick=options.quick)
             pd.DataFrame(rows).to_csv(out / f"fidelity-{options.kind}.csv", index=False)
             (out / f"fidelity-{options.kind}.md").write_text(report(rows, kernels))

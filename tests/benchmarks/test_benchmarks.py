@@ -33,6 +33,7 @@ SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "fidelity.py": [pytest.mark.lab],
     "formulas.py": [],
     "hpz_group.py": [],
+    "leaves.py": [pytest.mark.lab],
     "long_study.py": [pytest.mark.dist],
     "memory_oracle.py": [],
     "memory_questions.py": [],
