@@ -95,15 +95,15 @@ def _bridges(lab: "Lab", uplink: "Uplink | None") -> list[str]:
     """Make those of sites or leaves; the one of each node."""
     if uplink is None:
         return ["br0"] * lab.nodes
-    bridges = [_joined(uplink, number) for number in range(lab.nodes // uplink.nodes)]
+    bridges = [_joined(uplink, index) for index in range(lab.nodes // uplink.nodes)]
     if lab.placement == "cyclic":
         return [bridges[node % len(bridges)] for node in range(lab.nodes)]
     return [bridges[node // uplink.nodes] for node in range(lab.nodes)]
 
 
-def _joined(uplink: "Uplink", number: int) -> str:
+def _joined(uplink: "Uplink", index: int) -> str:
     """Make a bridge, and its link to the first one, limited in both directions; its name."""
-    bridge, up, down = f"{uplink.name}{number}", f"up{number}", f"down{number}"
+    bridge, up, down = f"{uplink.name}{index}", f"up{index}", f"down{index}"
     _ip(
         f"link add {bridge} type bridge stp_state 0 forward_delay 0",
         f"link add {up} type veth peer name {down}",
