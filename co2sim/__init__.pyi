@@ -15,6 +15,7 @@ from .hardware.cluster import (
     KernelTimes as KernelTimes,
     Link as Link,
 )
+from .hardware.fabric import Fabric as Fabric, Tier as Tier
 from .hardware.failures import Failures as Failures
 from .models.operators import Block as Block, Model as Model, Product as Product
 from .prediction.question import Question as Question
@@ -43,6 +44,7 @@ from .strategies.local_sgd import (
 from .strategies.zero import DDP as DDP, Zero1 as Zero1, Zero2 as Zero2, Zero3 as Zero3
 from .strategies.zeropp import ZeroPP as ZeroPP
 from .trainers.reading import Reading as Reading, read_trainer as read_trainer
+from .studies.beside import beside as beside
 from .studies.sweep import scale as scale, sweep as sweep, sweep_to as sweep_to
 
 __version__: str
