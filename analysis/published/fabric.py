@@ -32,7 +32,7 @@ class _Part(BaseModel):
 
 
 class System(_Part):
-    """Nodes of a job, and leaves of `leaf` such nodes; see `papers/fabric/cases.toml`."""
+    """Nodes of a job, and leaves of `leaf` such nodes; see `papers/fabric.toml`."""
 
     name: str
     nodes: PositiveInt
@@ -94,15 +94,15 @@ def compared(papers: Path = PAPERS, draws: int = _DRAWS) -> list[Compared]:
 
     Raises CatalogError for files that do not fit each other.
     """
-    folder = papers / "fabric"
-    tree = files.toml_file(folder / "cases.toml")
+    path = papers / "fabric.toml"
+    tree = files.toml_file(path)
     try:
         systems = {each["name"]: System(**each) for each in tree["system"]}
         cases = [Case(**each) for each in tree["case"]]
     except (ValidationError, KeyError) as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise CatalogError(f"{folder / 'cases.toml'}: {problem}") from error
-    rows = dict(_rows(folder / "collectives.csv"))
+        raise CatalogError(f"{path}: {problem}") from error
+    rows = dict(_rows(papers / "fabric" / "collectives.csv"))
     return [
         _compared(rows[row], case, systems, draws) for case in cases for row in sorted(case.rows)
     ]

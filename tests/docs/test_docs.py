@@ -53,7 +53,7 @@ EXAMPLES = [
 ]
 SHORTEST = {" ".join(line.split()[:2]): line for line in sorted(QUICK, key=len, reverse=True)}
 """Of each command of which pages show one that only computes."""
-LONG = {"co2sim plan", "co2sim explore"}
+LONG = {"co2sim plan", "co2sim explore", "co2analysis fabric"}
 """Their shortest take seconds; all commands run at night."""
 
 

@@ -76,7 +76,7 @@ COMMANDS = dict.fromkeys(
 QUICK = [
     line
     for line in COMMANDS
-    if re.match(r"co2sim |co2analysis (bound|tau|goodput|whole|verify)\b", line)
+    if re.match(r"co2sim |co2analysis (bound|tau|goodput|whole|fabric|verify)\b", line)
 ]
 IN_A_LAB = [line for line in COMMANDS if line.startswith("co2analysis lab ")]
 TRAINING = [line for line in COMMANDS if line.startswith("realrun lab run ")]
