@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
@@ -151,7 +152,7 @@ def _predicted(
         return without / cost_of(_work(row, case), cluster).duration_alone(cluster)
     jobs = [_sharer(row, job, systems) for job in (case, *case.others)]
     first = Meeting(jobs, draws=draws).run()[0]
-    return without / (first.alone * first.slowdown)
+    return without / fmean(first.rounds)
 
 
 def _sharer(row: Mapping[str, str], job: Job, systems: Mapping[str, System]) -> Sharer:

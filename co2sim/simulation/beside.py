@@ -7,7 +7,7 @@ when its collectives meet those of others, so that the others begin at random mo
 
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -33,8 +33,8 @@ _Span: TypeAlias = tuple[Seconds, Seconds]
 _MOST_LINKS = 512
 """Uplinks, or connections, that are simulated apart."""
 
-_MOST = 3_000_000
-"""Ops that are simulated at most: some minutes."""
+_MOST = 1_000_000
+"""Ops that are simulated at most in all draws, or in one: about a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,12 @@ class Sharer:
 class Shared:
     """What becomes of one job: times of a round, and the part of the time that it meets others.
 
-    `rounds` are those of each draw of the moments at which the others begin. `meets` is the part of
-    the time in which both it and another one use the uplinks; `uses` that in which it does.
+    `rounds` are those of each draw of the moments at which the others begin, and of paths where
+    they are hashed; `alone` those on the same paths without the others. `meets` is the part of the
+    time in which both it and another one use the uplinks; `uses` that in which it does.
     """
 
-    alone: Seconds
+    alone: tuple[Seconds, ...]
     rounds: tuple[Seconds, ...]
     meets: float
     uses: float
@@ -90,12 +91,12 @@ class Shared:
     @property
     def slowdown(self) -> float:
         """Of a round, in the mean over the moments; 1: none."""
-        return float(np.mean(self.rounds)) / self.alone
+        return float(np.mean(self.rounds) / np.mean(self.alone))
 
     @property
     def worst(self) -> float:
         """That of the worst moments."""
-        return max(self.rounds) / self.alone
+        return max(round_ / alone for round_, alone in zip(self.rounds, self.alone, strict=True))
 
 
 class _View(Network):
@@ -130,9 +131,9 @@ class _Links:
     connections. Else the uplinks of a pod are one link, and one pod stands for all.
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rngs: Sequence[np.random.Generator]) -> None:
         self.capacity: dict[Hashable, BytesPerSecond] = {}
-        self._rng = rng
+        self._rngs = rngs
 
     def rename(self, job: int, lowered: LoweredSchedule, *, hashed: bool) -> dict[int, Transfer]:
         """The transfers of a job on the links of all, by their identity."""
@@ -149,7 +150,7 @@ class _Links:
             for crossing in cost.tiers:
                 key = work.group, crossing.pod
                 if key not in paths:
-                    paths[key] = self._paths(crossing, lowered, hashed=hashed)
+                    paths[key] = self._paths(crossing, lowered, self._rngs[job] if hashed else None)
                 on[crossing.pod] = paths[key]
             for transfer in transfers:
                 if id(transfer) not in renamed:
@@ -171,16 +172,18 @@ class _Links:
         solo = max((size / self.capacity[link] for link, size in loads.items()), default=0.0)
         return replace(transfer, loads=loads, copies=copies, solo=solo)
 
-    def _paths(self, crossing: Crossing, lowered: LoweredSchedule, *, hashed: bool) -> "_Paths":
-        """Where the connections of a group leave pods."""
+    def _paths(
+        self, crossing: Crossing, lowered: LoweredSchedule, rng: np.random.Generator | None
+    ) -> "_Paths":
+        """Where the connections of a group leave pods; drawn if they are hashed."""
         pod, cluster = crossing.pod, lowered.cluster
         name = "leaf" if pod.tier is pod.fabric.leaf else "spine"
-        if not hashed:
+        if rng is None:
             self.capacity[name] = uplinks(pod, cluster)
             return Counter([name]), 1
         switches = pod.switches * -(-cluster.nodes_per_site // pod.ours)
         few = min(switches, max(1, _MOST_LINKS // max(pod.uplinks, crossing.flows)))
-        chosen = self._rng.integers(0, pod.uplinks, (few, crossing.flows)).tolist()
+        chosen = rng.integers(0, pod.uplinks, (few, crossing.flows)).tolist()
         links: Counter[Hashable] = Counter(
             (name, switch, uplink)
             for switch, of_switch in enumerate(chosen)
@@ -234,32 +237,29 @@ class Meeting:
     draws: int = 8
     seed: int = 0
     progress: Callable[[int, int], None] | None = None
-    _alone: list[Seconds] = field(default_factory=list)
 
     def run(self) -> list[Shared]:
         """What becomes of each. Raises OptionError for more ops than can be simulated."""
-        rng = np.random.default_rng(self.seed)
-        self._alone = [self._mean_alone(job, rng) for job in self.jobs]
-        longest = max(self._alone)
-        counts = [round((2 * _ROUNDS + 1) * longest / alone) + 2 for alone in self._alone]
-        ops = self.draws * sum(
-            count * len(job.schedule.body) for count, job in zip(counts, self.jobs, strict=True)
-        )
-        if ops > _MOST:
-            raise OptionError(
-                f"{len(self.jobs)} jobs beside each other are {ops:,} ops in {self.draws} draws of"
-                f" {_ROUNDS} rounds of the slowest; at most {_MOST:,} are simulated: give fewer"
-                " jobs, or jobs with rounds that are more alike"
-            )
-        drawn = []
-        for draw in range(self.draws):
-            begins = [0.0, *(rng.uniform(0, alone) for alone in self._alone[1:])]
-            drawn.append(self._simulate(self.jobs, begins, rng, counts))
+        self._check([2 * _ROUNDS] * len(self.jobs))
+        first = [self._alone(index, 0) for index in range(len(self.jobs))]
+        counts = [round((2 * _ROUNDS + 1) * max(first) / alone) + 2 for alone in first]
+        draws = min(self.draws, max(1, _MOST // self._check(counts)))
+        alone, drawn = [first], list[list[tuple[Seconds, float, float]]]()
+        for draw in range(draws):
+            rng = np.random.default_rng([self.seed, draw])
+            begins = [0.0, *(rng.uniform(0, seconds) for seconds in first[1:])]
+            drawn.append(self._simulate(range(len(self.jobs)), begins, draw, counts))
+            if draw:
+                hashed = [
+                    self._alone(index, draw) if job.hashed else first[index]
+                    for index, job in enumerate(self.jobs)
+                ]
+                alone.append(hashed)
             if self.progress:
-                self.progress(draw + 1, self.draws)
+                self.progress(draw + 1, draws)
         return [
             Shared(
-                self._alone[n],
+                tuple(each[n] for each in alone),
                 tuple(draw[n][0] for draw in drawn),
                 float(np.mean([draw[n][1] for draw in drawn])),
                 float(np.mean([draw[n][2] for draw in drawn])),
@@ -267,22 +267,34 @@ class Meeting:
             for n in range(len(self.jobs))
         ]
 
-    def _mean_alone(self, job: Sharer, rng: np.random.Generator) -> Seconds:
-        """A round of a job alone, in the mean over paths where they are hashed."""
-        fabric = job.cluster.fabric
-        times = self.draws if fabric and fabric.paths == "hashed" else 1
-        alone = [self._simulate([job], [0.0], rng, [2 * _ROUNDS])[0][0] for _ in range(times)]
-        return float(np.mean(alone))
+    def _check(self, counts: Sequence[int]) -> int:
+        """The ops of this number of rounds of each job. Raises OptionError for too many."""
+        ops = sum(
+            count * len(job.schedule.body) for count, job in zip(counts, self.jobs, strict=True)
+        )
+        if ops > _MOST:
+            raise OptionError(
+                f"{len(self.jobs)} jobs beside each other are {ops:,} ops in {2 * _ROUNDS} rounds"
+                f" of the slowest; at most {_MOST:,} are simulated: give fewer jobs, fewer"
+                " micro-steps, or jobs with rounds that are more alike"
+            )
+        return ops
+
+    def _alone(self, index: int, draw: int) -> Seconds:
+        """A round of a job alone, on the paths of a draw."""
+        return self._simulate([index], [0.0], draw, [2 * _ROUNDS])[0][0]
 
     def _simulate(
         self,
-        jobs: Sequence[Sharer],
+        indices: Sequence[int],
         begins: Sequence[Seconds],
-        rng: np.random.Generator,
+        draw: int,
         counts: Sequence[int],
     ) -> list[tuple[Seconds, float, float]]:
         """Of each job: a round in the mean, and parts of the time that it meets others and uses."""
-        env, links = simpy.Environment(), _Links(rng)
+        jobs = [self.jobs[index] for index in indices]
+        env = simpy.Environment()
+        links = _Links([np.random.default_rng([self.seed, draw, 1 + index]) for index in indices])
         work = [job.lowered(count) for job, count in zip(jobs, counts, strict=True)]
         renamed = [
             links.rename(index, lowered, hashed=job.hashed)

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from co2sim.common.errors import CatalogError, OptionError, nearest
@@ -115,11 +116,15 @@ def beside(
 
 def _of_step(job: Shared, slowdown: float, round_time: Seconds) -> float:
     """The part of its step that a job loses; bubbles of a pipeline lose nothing."""
-    return max(0.0, (slowdown - 1) * job.alone / round_time)
+    return max(0.0, (slowdown - 1) * fmean(job.alone) / round_time)
 
 
 def _placed(cases: Sequence[Question]) -> list[Question]:
     """The cases with their part of the leaves."""
+    if any(case.noise.uneven for case in cases):
+        raise OptionError(
+            "jobs beside each other are simulated without jitter, straggle and node_speed"
+        )
     clusters = [case.load()[0].value for case in cases]
     fabric = clusters[0].fabric
     if fabric is None or fabric.leaf is None:

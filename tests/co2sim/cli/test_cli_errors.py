@@ -27,6 +27,8 @@ FILES = {
     "valueless.toml": CELL,
     "twice.json": '{"model_type": "gpt2", "extra": {"a": 1, "b": 2, "a": 1}}',
     "empty.toml": " \n",
+    "job.toml": 'model = "gpt2-small"\ngpus = 16\n',
+    "odd.toml": 'model = "gpt2-small"\nspeed = 3\n',
 }
 
 WORDS = {

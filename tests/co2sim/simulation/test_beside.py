@@ -1,5 +1,7 @@
 """Jobs that share uplinks: what they lose is what links that are full leave them."""
 
+from statistics import fmean
+
 import pytest
 import tiny
 from hypothesis import given
@@ -41,7 +43,7 @@ def test_two_jobs_that_only_communicate_have_half_each() -> None:
     """Uplinks as fast as one network card: each takes twice as long, always beside the other."""
     job = Sharer(repeated(EXCHANGE), cluster(), "bf16")
     for one in Meeting([job, job], draws=2).run():
-        assert one.alone == pytest.approx(0.5e-3)
+        assert one.alone == pytest.approx([0.5e-3] * 2)
         assert one.slowdown == pytest.approx(2)
         assert one.meets == pytest.approx(1)
         assert one.uses == pytest.approx(1)
@@ -78,7 +80,7 @@ def test_hashed_connections_meet_as_often_as_is_counted() -> None:
     """Two connections on two uplinks, in two pods: 1.75 of them in the mean, drawn or counted."""
     fabric = Fabric(Tier(1, 1.0, speed=0.5e9), paths="hashed", flows=2)
     on = tiny.cluster(2, 1, inter=Link(1e9, 0.0), fabric=fabric)
-    alone = Meeting([Sharer(repeated(EXCHANGE), on, "bf16")], draws=400).run()[0].alone
+    alone = fmean(Meeting([Sharer(repeated(EXCHANGE), on, "bf16")], draws=400).run()[0].alone)
     assert cost_of(EXCHANGE, on).duration_alone(on) == pytest.approx(1.75 * 0.5e-3)
     assert alone == pytest.approx(1.75 * 0.5e-3, rel=0.05)
 
@@ -92,6 +94,7 @@ def test_jobs_meet_on_single_uplinks_where_paths_are_hashed() -> None:
     assert one.slowdown == pytest.approx(1.75, rel=0.05)
     assert one.worst == pytest.approx(2)
     assert other.slowdown == pytest.approx(one.slowdown)
+    assert min(one.rounds) >= min(one.alone) * (1 - 1e-9)
 
 
 def test_more_ops_than_can_be_simulated_are_refused() -> None:
