@@ -456,6 +456,24 @@ def test_hashed_rings_are_as_slow_as_the_busiest_uplink() -> None:
     assert found.duration_alone(on) == pytest.approx(found.latency + 1.75 * nics)
 
 
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([WORLD, PEERS]),
+    st.sampled_from(["packed", "scattered", "cyclic"]),
+    st.floats(0.25, 16),
+    st.integers(1, 4),
+)
+def test_hashed_paths_are_never_faster_than_spread_ones(
+    kind: Kind, group: Group, placement: Placement, over: float, flows: int
+) -> None:
+    """On leaves of any oversubscription, with any number of connections."""
+    work, leaf = collective(kind, group, 1e6), Tier(4, over)
+    about: dict[str, Any] = {"leaf": leaf, "placement": placement, "nics": 2, "flows": flows}
+    spread, hashed = tiered(**about), tiered(**about, paths="hashed")
+    least = cost_of(work, spread).duration_alone(spread)
+    assert cost_of(work, hashed).duration_alone(hashed) >= least * (1 - 1e-9)
+
+
 def test_of_a_shared_leaf_a_job_has_all_uplinks() -> None:
     """Two of four nodes: they have twice the uplinks that they would have alone."""
     work = collective(Kind.ALL_TO_ALL, size=1e6)
