@@ -15,9 +15,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from co2sim.common.errors import OptionError, nearest
 from co2sim.common.resources import remembered
@@ -35,6 +37,7 @@ from co2sim.schedule.schedule import (
     Group,
     Kernels,
     Kind,
+    Layout,
     Schedule,
 )
 from co2sim.schedule.token_routing import TokenRouting
@@ -43,18 +46,20 @@ from co2sim.simulation import token_bucket
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One group's collective on a tier: `bytes` through the uplinks of each pod.
+    """A kind of collective on a tier: `bytes` of all its groups through a pod's uplinks.
 
-    `members` is how many of its ranks a full pod has, `share` the part of what a node sends that
-    crosses, `flows` the connections of all groups of the kind that each switch of a pod hashes,
-    `hashed` the factor by which flows that meet on uplinks are slower than network cards,
-    and `lost` the part of its time that a ring loses. Where ranks are not packed, each node of a
-    pod sends the bytes, and `members` are its ranks.
+    The pod is the busiest; `groups` of the kind send through it. `unit` is what a group sends for
+    each hop of its ring that leaves a pod, or, if `exchanged`, the buffer of an all-to-all. `share`
+    is the part of what a node sends that crosses, the largest of all groups, `flows` the
+    connections that each switch of the pod hashes, `hashed` the factor by which flows that meet on
+    uplinks are slower than network cards, and `lost` the part of its time that a ring loses.
     """
 
     pod: Pod
+    unit: Bytes
+    exchanged: bool
     bytes: Bytes
-    members: int
+    groups: int
     share: float
     flows: int = 1
     hashed: float = 1.0
@@ -65,58 +70,115 @@ class Crossing:
         """Of the network cards, by congestion and by hashed paths."""
         return self.hashed * (1 + self.share * (self.pod.tier.congestion - 1))
 
-    def groups(self, cluster: Cluster) -> int:
-        """How many groups of the kind share the uplinks of a pod."""
-        return cluster.gpus_per_node * self.pod.ours // self.members
+    def of_group(self, nodes: Sequence[int], nodes_per_site: int) -> dict[int, Bytes]:
+        """Bytes that a group sends through the uplinks of pods, by pod; its ranks are on `nodes`.
+
+        The nodes are in the order of its ring. Those of a scattered job each send their part.
+        """
+        pods = pods_of(self.pod, np.asarray(nodes), nodes_per_site)
+        if self.pod.fabric.placement == "scattered":
+            counts = Counter(pods[np.unique(nodes, return_index=True)[1]].tolist())
+            return {pod: self.unit * self.share * count for pod, count in counts.items()}
+        units = _Leaving.of(pods[np.newaxis], exchanged=self.exchanged).units
+        return {pod: self.unit * count for pod, count in enumerate(units.tolist()) if count}
+
+
+def pods_of(pod: Pod, nodes: NDArray[np.int64], nodes_per_site: int) -> NDArray[np.int64]:
+    """Which pods of a kind nodes are in: each site has its own. Scattered nodes fill them, too."""
+    at_site = -(-nodes_per_site // pod.ours)
+    site, node = nodes // nodes_per_site, nodes % nodes_per_site
+    inside = node % at_site if pod.fabric.placement == "cyclic" else node // pod.ours
+    pods: NDArray[np.int64] = site * at_site + inside
+    return pods
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """What groups of a kind send out of pods, by pod: in units, and how many of them they are.
+
+    A unit is a hop of a ring, or the buffer of an all-to-all; `pairs` of ranks send to each other
+    in it. `share` is the largest part of what a rank sends to other nodes.
+    """
+
+    units: NDArray[np.float64]
+    groups: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+    share: float
+
+    @classmethod
+    def of(cls, pods: NDArray[np.int64], *, exchanged: bool, per_node: int = 1) -> "_Leaving":
+        """That of groups whose members, in the order of their rings, are in `pods`, by group."""
+        many, members = pods.shape
+        count = int(pods.max()) + 1
+        if not exchanged:
+            hops = np.bincount(pods[pods != np.roll(pods, -1, 1)], minlength=count).astype(float)
+            return cls(hops, hops, hops, 1.0 if hops.any() else 0.0)
+        keys, here = np.unique(pods + count * np.arange(many)[:, np.newaxis], return_counts=True)
+        pairs = here * (members - here)
+        on, parted = keys % count, here < members
+        share = (members - here[parted].min()) / (members - per_node) if parted.any() else 0.0
+        units, groups, both = (
+            np.bincount(on, weights, count).astype(float)
+            for weights in (pairs / members, parted, pairs)
+        )
+        return cls(units, groups, both, min(1.0, share))
+
+
+@lru_cache(1024)
+def _leaving(group: Group, layout: Layout, pod: Pod, *, exchanged: bool) -> _Leaving:
+    """What all groups of a kind send out of pods; of a scattered job the mean, in what nodes send.
+
+    Ranks of other jobs stand in order, by node, packed or in turn on all pods.
+    """
+    g, per_site = layout.gpus_per_node, layout.nodes // layout.sites
+    left, rows = np.ones(layout.world_size, dtype=bool), list[range]()
+    while left.any():
+        rows.append(group.members(int(left.argmax()), layout))
+        left[rows[-1].start : rows[-1].stop : rows[-1].step] = False
+    nodes = np.array(rows) // g
+    per_node = int((nodes[0] == nodes[0, 0]).sum())
+    if pod.fabric.placement != "scattered":
+        pods = pods_of(pod, nodes, per_site)
+        return _Leaving.of(pods, exchanged=exchanged, per_node=per_node)
+    share = max(0.0, (per_site - pod.ours) / max(1, per_site - 1))
+    groups = np.array([g * pod.ours / per_node])
+    return _Leaving(groups * share, groups, groups * share, share)
 
 
 def crossings(
     cluster: Cluster, ranks: "Placement", inter: Bytes, exchanged: Bytes | None = None
 ) -> tuple[Crossing, ...]:
-    """The tiers that a group crosses whose busiest node sends `inter` bytes to others.
+    """The tiers that groups cross of which each node sends `inter` bytes to others.
 
-    `exchanged` is the buffer of an all-to-all. A group of consecutive ranks is taken to fill pods
-    from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
-    more of them in a pod of that site.
+    `exchanged` is the buffer of an all-to-all.
     """
-    crossed, members, per_node = [], ranks.members, ranks.per_node
+    crossed = []
     for pod in cluster.pods:
-        sites = -(-pod.ours // cluster.nodes_per_site)  # that a pod reaches
-        here = min(per_node * pod.ours, ranks.per_site * sites)
-        away, peers = inter, 1
-        if not pod.fabric.packed:
-            others = max(1, cluster.nodes_per_site - 1)
-            if ranks.nodes == 1 or pod.ours > others:
-                continue
-            cyclic = pod.fabric.placement == "cyclic" and exchanged is None
-            share = 1.0 if cyclic else (others + 1 - pod.ours) / others
-            here, away = per_node, inter * share
-        elif here >= members:
+        if ranks.nodes == 1 or pod.ours >= cluster.nodes_per_site * ranks.sites:
             continue
-        elif exchanged is None:
-            share = 1.0
-        else:
-            share = (members - here) / (members - per_node)
-            away, peers = exchanged * here * (members - here) / members, here * (members - here)
-        crossing = Crossing(pod, away, here, share)
-        flows = _flows(crossing, ranks, cluster, peers)
-        slower = _hashed(crossing, ranks, cluster, inter, flows)
-        crossed.append(replace(crossing, flows=flows, hashed=slower))
+        pairs = exchanged is not None and pod.fabric.placement != "scattered"
+        unit = exchanged if pairs and exchanged else inter
+        leaving = _leaving(ranks.group, cluster.layout, pod, exchanged=pairs)
+        busiest = leaving.units.argmax()
+        if units := float(leaving.units[busiest]):
+            groups, senders = int(leaving.groups[busiest]), float(leaving.pairs[busiest])
+            crossing = Crossing(pod, unit, pairs, unit * units, groups, leaving.share)
+            flows = _flows(crossing, ranks, cluster, senders)
+            slower = _hashed(crossing, ranks, cluster, inter, flows)
+            crossed.append(replace(crossing, flows=flows, hashed=slower))
     return tuple(crossed)
 
 
-def _flows(crossing: Crossing, ranks: "Placement", cluster: Cluster, pairs: int) -> int:
+def _flows(crossing: Crossing, ranks: "Placement", cluster: Cluster, pairs: float) -> int:
     """Connections that a switch of a pod hashes, where `pairs` of members send to each other.
 
-    In a ring one node of the group sends out of a pod, by as many network cards as its ranks have.
+    In a ring a node sends out of a pod, by as many network cards as its ranks have.
     """
     pod = crossing.pod
-    of_group = float(pairs)
-    if pairs == 1:
-        of_group = max(1.0, pod.cards * ranks.per_node / cluster.gpus_per_node)
-    of_group *= pod.fabric.flows or max(1, cluster.channels // pod.cards)
-    flows = crossing.groups(cluster) * of_group * crossing.share
-    return max(1, round(flows / pod.switches))
+    if not crossing.exchanged:
+        pairs *= max(1.0, pod.cards * ranks.per_node / cluster.gpus_per_node)
+    connections = pod.fabric.flows or max(1, cluster.channels // pod.cards)
+    return max(1, round(pairs * connections / pod.switches))
 
 
 def _hashed(
@@ -130,8 +192,7 @@ def _hashed(
     if pod.fabric.paths == "spread":
         return 1.0
     switches = pod.switches * -(-cluster.nodes_per_site // pod.ours)
-    spread = crossing.bytes * crossing.groups(cluster) / pod.bandwidth
-    least = inter * cluster.gpus_per_node / ranks.per_node / spread
+    least = inter * cluster.gpus_per_node / ranks.per_node / (crossing.bytes / pod.bandwidth)
     return imbalance(flows, pod.uplinks, switches, least) / least
 
 
@@ -206,6 +267,7 @@ class Protocol:
 class Placement:
     """Ranks of a group: in all, on each of its nodes, at each of its sites; how many those are."""
 
+    group: Group
     members: int
     per_node: int
     per_site: int
@@ -230,7 +292,7 @@ def placement(group: Group, cluster: Cluster) -> Placement:
             f" nodes of {layout.gpus_per_node} GPUs, nor of sites of {cluster.nodes_per_site} nodes"
         )
     count = len(members)
-    return Placement(count, per_node, per_site, count // per_node, count // per_site)
+    return Placement(group, count, per_node, per_site, count // per_node, count // per_site)
 
 
 def _divides(first: int, other: int) -> bool:
@@ -288,11 +350,7 @@ class CollectiveCost:
     def tier_times(self, cluster: Cluster) -> list[Seconds]:
         """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
         return [
-            (1 + crossing.lost)
-            * crossing.bytes
-            * crossing.groups(cluster)
-            / self.share
-            / uplinks(crossing.pod, cluster)
+            (1 + crossing.lost) * crossing.bytes / self.share / uplinks(crossing.pod, cluster)
             for crossing in self.tiers
         ]
 
@@ -437,7 +495,9 @@ def _leaders_only(work: Collective, cluster: Cluster) -> CollectiveCost:
         members_per_node=g,
         members_per_site=g * cluster.nodes_per_site,
         inter_efficiency=cost.inter_efficiency * relay,
-        tiers=tuple(replace(crossing, members=crossing.members * g) for crossing in cost.tiers),
+        tiers=tuple(
+            replace(tier, bytes=tier.bytes / g, groups=tier.groups // g) for tier in cost.tiers
+        ),
     )
 
 
@@ -552,7 +612,10 @@ def _by_node(
         inter=inter,
         wan=apart.wan * crossing,
         sent=intra + inter / k,
-        tiers=tuple(replace(tier, bytes=tier.bytes * crossing) for tier in apart.tiers),
+        tiers=tuple(
+            replace(tier, unit=tier.unit * crossing, bytes=tier.bytes * crossing)
+            for tier in apart.tiers
+        ),
     )
 
 

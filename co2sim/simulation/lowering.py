@@ -3,7 +3,6 @@
 Nothing runs here: the engines execute what `lower` gives.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,9 +15,8 @@ from co2sim.common.errors import OptionError
 from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.fabric import Pod
 from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
-from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, uplinks, work_time
+from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, pods_of, uplinks, work_time
 from co2sim.simulation.noise import Noise
 
 
@@ -162,16 +160,13 @@ def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSec
         capacity["gpu", index] = cluster.intra.payload_bandwidth
         capacity["nic", folding.node(index)] = cluster.inter.payload_bandwidth
         for pod in cluster.pods:
-            capacity[pod, pod_of(pod, folding, folding.node(index))] = uplinks(pod, cluster)
+            node = np.array(folding.node(index))
+            of_node = 0 if folding.folded else int(pods_of(pod, node, cluster.nodes_per_site))
+            capacity[pod, of_node] = uplinks(pod, cluster)
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
         capacity.update({("wan", site): speed for site in range(cluster.sites)})
     return capacity
-
-
-def pod_of(pod: Pod, folding: Folding, node: int) -> int:
-    """Which pod of a kind a node is in; folded ones share one."""
-    return 0 if folding.folded else node // pod.ours
 
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -416,7 +411,6 @@ def _transfer(
     """Bytes on every link; a folded rank stands for all groups that share its node and site."""
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
-    nodes = {folding.node(index) for index in members}
     intra, nic, wan = cost.bytes_per_link(cluster)
     nic /= cost.inter_efficiency  # the time of the link that the messages take
     on_node, on_site = cost.groups(cluster)
@@ -430,12 +424,14 @@ def _transfer(
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
     for crossing in cost.tiers:
-        pushed, packed = (1 + crossing.lost) * crossing.bytes, crossing.pod.fabric.packed
-        pods = Counter(pod_of(crossing.pod, folding, n) for n in nodes)
-        for pod, here in pods.items():
-            many = crossing.groups(cluster) if folding.folded else 1
-            times = many if folding.folded else 1 if packed else here
-            loads[crossing.pod, pod], copies[crossing.pod, pod] = pushed * times, many
+        if folding.folded:
+            pushed, many = {0: crossing.bytes}, crossing.groups
+        else:
+            ranks = [folding.node(index) for index in members]
+            pushed, many = crossing.of_group(ranks, cluster.nodes_per_site), 1
+        for pod, size in pushed.items():
+            loads[crossing.pod, pod] = (1 + crossing.lost) * size
+            copies[crossing.pod, pod] = many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
     return Transfer(loads, copies, cost.exposed_latency(cluster), solo)

@@ -397,20 +397,40 @@ def tiered(nodes: int = 8, gpus: int = 2, **tiers: Any) -> Cluster:
     )
 
 
-@pytest.mark.parametrize("group", [WORLD, PEERS])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group: Group) -> None:
-    """The busiest of two pods of 4 nodes, with all groups of the kind."""
-    on = tiered(leaf=Tier(4))
-    work = collective(kind, group, 1e6)
-    sent = [0.0, 0.0]
-    for rank in range(on.gpus_per_node if group == PEERS else 1):
-        for sender, receiver, size in messages(work, on, rank):
-            here, there = (one // on.gpus_per_node // 4 for one in (sender, receiver))
+SOME_NODES = [
+    WORLD,
+    PEERS,
+    block(8),
+    Group("replicas", 8),
+    Group("block", 4, 2),
+    Group("peers", 6, 4),
+]
+"""Of two GPUs a node: blocks of 4 nodes, and groups of every fourth node, some with strides."""
+
+
+@pytest.mark.parametrize("placed", ["packed", "cyclic"])
+@pytest.mark.parametrize("pod", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("group", SOME_NODES, ids=str)
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_bytes_that_leave_pods_are_counted_message_by_message(
+    kind: Kind, group: Group, pod: int, placed: Placement
+) -> None:
+    """Of all groups of the kind, by pod, also where groups and pods do not line up."""
+    on = tiered(24, leaf=Tier(pod), placement=placed)
+    work, many = collective(kind, group, 1e6), -(-24 // pod)
+    sent, said = np.zeros(many), np.zeros(many)
+    (crossing,) = cost_of(work, on).tiers or (None,)
+    for members in {group.members(rank, on.layout) for rank in range(48)}:
+        for sender, receiver, size in messages(work, on, members[0]):
+            nodes = sender // 2, receiver // 2
+            here, there = (n % many if placed == "cyclic" else n // pod for n in nodes)
             if here != there:
                 sent[here] += size
-    (found,) = cost_of(work, on).tiers
-    assert found.bytes * found.groups(on) == pytest.approx(max(sent))
+        if crossing:
+            for there, size in crossing.of_group([rank // 2 for rank in members], 24).items():
+                said[there] += size
+    assert said == pytest.approx(sent)
+    assert (crossing.bytes if crossing else 0.0) == pytest.approx(max(sent))
 
 
 def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
@@ -442,8 +462,8 @@ def test_a_ring_of_scattered_ranks_crosses_at_every_hop() -> None:
     orders = [np.random.default_rng(seed).permutation(8) // 4 for seed in range(4000)]
     crossed = np.mean([np.sum(one != np.roll(one, 1)) / 2 for one in orders])  # out of a pod
     (found,) = cost.tiers
-    assert found.bytes * found.groups(on) / cost.inter == pytest.approx(crossed, rel=0.02)
-    assert found.bytes * found.groups(on) / cost.inter == pytest.approx(4 * 4 / 7)
+    assert found.bytes / cost.inter == pytest.approx(crossed, rel=0.02)
+    assert found.bytes / cost.inter == pytest.approx(4 * 4 / 7)
 
 
 def test_hashed_rings_are_as_slow_as_the_busiest_uplink() -> None:

@@ -239,6 +239,20 @@ def test_one_rank_stands_for_all_on_any_fabric(strategy: str, fabric: Fabric) ->
     check_folding(tiny.schedule(strategy, (4, 2)), cluster("nccl", 4, 2, fabric=fabric))
 
 
+@pytest.mark.parametrize("pod", [2, 3, 4, 5, 6, 7])
+def test_one_rank_stands_for_the_busiest_pod_of_blocks(pod: int) -> None:
+    """Blocks of 4 nodes on leaves: no rank alone is later, and where they line up all are equal."""
+    schedule = tiny.schedule("zeropp(hpz_group=8)", (12, 2))
+    on = cluster("tiers", 12, 2, fabric=Fabric(Tier(pod, 8.0)))
+    if pod in {2, 4}:
+        check_folding(schedule, on)
+    folded, whole = (
+        execute(schedule, on, precision="bf16", rounds=2, fold=fold).grid(schedule)[1].max()
+        for fold in (True, False)
+    )
+    assert folded >= whole * (1 - 1e-9)
+
+
 # --- folding -------------------------------------------------------------------------------------
 
 
