@@ -49,6 +49,14 @@ Run = Annotated[
         help="A training: its setting, its constants (--estimate), and its clipping residual.",
     ),
 ]
+OfStrategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="What says tau and how late averages are, such as co2:tau=12,delay=1,fragments=12.",
+    ),
+]
 Command = Callable[..., None]
 
 
@@ -243,6 +251,7 @@ def verify(
     *,
     values: dict[str, Any],
     late: Lateness,
+    strategy: OfStrategy = None,
     run: Run = None,
     phi: Annotated[
         float | None,
@@ -261,7 +270,7 @@ def verify(
 
     if phi is not None:
         validation.above("--phi", phi, 0)
-    setting, tune, _ = _setting(run, values, late)
+    setting, tune, _ = _setting(run, values, late, strategy)
     runs.check_size(setting, seeds)
     setting = bounds.tuned(setting) if tune else setting
     with progress_bar("simulating") as progress:
@@ -282,6 +291,7 @@ def bound(
     values: dict[str, Any],
     late: Lateness,
     clip: Clip,
+    strategy: OfStrategy = None,
     run: Run = None,
     allowed_delay: Annotated[
         float | None,
@@ -304,7 +314,7 @@ def bound(
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
     refused = {name: getattr(clip, name) for name in ("clip_residual", "residual_decay")}
-    setting, tune, recorded = _setting(run, values, late, **refused)
+    setting, tune, recorded = _setting(run, values, late, strategy, **refused)
     if recorded is not None and recorded.residual:
         residual, decay = recorded.best_residual(setting)
         clip = replace(clip, clip_residual=residual, residual_decay=decay)
@@ -325,37 +335,64 @@ def _setting(
     run: Path | None,
     values: dict[str, Any],
     late: Lateness,
+    strategy: str | None,
     **refused: object,
 ) -> tuple[Setting, bool, Any]:
     """The Setting of the options; whether its inner step is left open, then 1; the RunRecord.
 
     Of a run the method comes from its folder: its options have to be at their defaults, and those
-    that are `refused` None or 0. Raises OptionError for these, and for what is missing.
+    that are `refused` None or 0. A `strategy` says rounds and averages. Raises OptionError for
+    these, and for what is missing.
     """
-    if run is None:
-        recorded = None
-        values["delay"] = late.delay.rounds
-        values["late"] = late.average(values.get("local_steps", 1))
-    else:
+    recorded = None
+    if run is not None:
         from analysis.convergence.run_record import read_run  # noqa: PLC0415 - not for help
 
         recorded = read_run(run)
         method = {
             field.name: field.default for field in fields(Setting) if _group(field) == "method"
         }
-        of_late = {field.name: field.default for field in fields(late)}
         said = {name: values.pop(name, None) for name in method}
-        said |= {name: getattr(late, name) for name in of_late} | refused
-        usual = method | of_late
-        for name, value in said.items():
-            if value not in {None, usual.get(name, 0.0)}:
-                flag = name.replace("_", "-")
-                raise OptionError(
-                    f"--{flag} does not go with --run, which takes it from the training"
-                )
+        said |= _of_late(late) | refused | {"strategy": strategy}
+        _refuse_said(said, method, "--run, which takes it from the training")
         values = recorded.given(values)
+    elif strategy is not None:
+        said = _of_late(late) | {"local_steps": values.pop("local_steps", None)}
+        _refuse_said(said, {}, "--strategy, which says it")
+        values |= _of_strategy(strategy)
+    else:
+        values["delay"] = late.delay.rounds
+        values["late"] = late.average(values.get("local_steps", 1))
     required = ("smoothness", "noise", "gap", "workers", "rounds", "local_steps")
     _refuse_missing(values, required, "give numbers, or --run FOLDER of a training with --estimate")
     tune = values.get("inner_step") is None
     values |= {"inner_step": 1.0} if tune else {}
     return Setting(**values), tune, recorded
+
+
+def _of_late(late: Lateness) -> dict[str, object]:
+    """What was said of late averages; None for what was not."""
+    named = {field.name: getattr(late, field.name) for field in fields(late)}
+    usual = {field.name: field.default for field in fields(late)}
+    return {name: None if value == usual[name] else value for name, value in named.items()}
+
+
+def _refuse_said(said: Mapping[str, object], usual: Mapping[str, object], of: str) -> None:
+    """Raise OptionError for an option that is said twice."""
+    for name, value in said.items():
+        if value not in {None, usual.get(name, 0.0)}:
+            raise OptionError(f"--{name.replace('_', '-')} does not go with {of}")
+
+
+def _of_strategy(text: str) -> dict[str, Any]:
+    """Arguments of Setting that a strategy says. Raises OptionError where it leaves one open."""
+    from analysis.convergence import tau as advice  # noqa: PLC0415 - not for help
+
+    strategy = advice.averaging(parse(text))
+    if strategy.tau == "auto":
+        raise OptionError(f"--strategy is {text!r}; the bound needs its tau, such as {text}:tau=12")
+    return {
+        "local_steps": strategy.tau,
+        "delay": getattr(strategy, "staleness", 0),
+        "late": advice.late_of(strategy),
+    }

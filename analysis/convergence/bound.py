@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
-from analysis.convergence.setting import LARGEST, SMALLEST, Late, Setting
+from analysis.convergence import late_averages
+from analysis.convergence.setting import LARGEST, SMALLEST, Setting
 from co2sim.common.errors import OptionError
 
 _SMALLEST_FRACTION = 1e-60
@@ -55,11 +56,12 @@ def plain(terms: "Bound | Infeasible | None") -> dict[str, float] | None:
 class Infeasible:
     """A setting outside the condition of the theorem, which then gives no bound.
 
-    `load` is L eta + 2 L omega, which has to be below 1.
+    `load` is L eta + 2 L omega, which has to be below 1, as has `reach`, gamma L nu, of fragments.
     """
 
     load: float
     largest_inner_step: float
+    reach: float = 0.0
 
 
 def gap_constants(setting: Setting) -> tuple[float, float]:
@@ -71,12 +73,12 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     the rest of its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their
     squares to delay - 1 + 1/(1 - beta^2).
 
-    Source: docs/theory-proofs.md, derivation, step 3; for late averages see `late_gap_constants`.
+    Source: docs/theory-proofs.md, derivation, step 3; for late averages see `late_averages`.
     """
     if setting.late is not None:
-        return late_gap_constants(setting, setting.late)
+        return late_averages.gap_constants(setting, setting.late)
     tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
-    apart = _distances(setting, 1.0)[0]
+    apart = late_averages.distances(setting, 1.0)[0]
     weights = setting.delay - 1 + 1 / (1 - beta)
     squares = setting.delay - 1 + 1 / (1 - beta**2)
     by_gradients = eta * tau * weights + apart * (tau - 1) / 2
@@ -96,8 +98,8 @@ def drift(setting: Setting) -> float:
     Source: docs/theory-proofs.md, derivation, step 4.
     """
     if setting.late is not None:
-        return late_drift(setting, setting.late)
-    step, growth = setting.inner_step, _growth(setting)
+        return late_averages.drift(setting, setting.late)
+    step, growth = setting.inner_step, late_averages.step_growth(setting)
     pull = step * math.sqrt(setting.heterogeneity)
     spread = step * step * setting.noise * (1 - 1 / setting.workers)
     square = total = 0.0
@@ -120,7 +122,17 @@ def load(setting: Setting) -> float:
 
 def largest_inner_step(setting: Setting) -> float:
     """The gamma below which the setting, otherwise unchanged, is feasible."""
-    return setting.inner_step / load(setting)
+    return setting.inner_step / max(load(setting), late_averages.reach(setting))
+
+
+def outside(setting: Setting, load: float) -> Infeasible | None:
+    """Which condition a setting with this load does not meet, if any."""
+    reach = late_averages.reach(setting)
+    if load < 1 and reach < 1:
+        return None
+    return Infeasible(
+        load=load, largest_inner_step=setting.inner_step / max(load, reach), reach=reach
+    )
 
 
 def evaluate(setting: Setting) -> Bound | Infeasible:
@@ -129,8 +141,8 @@ def evaluate(setting: Setting) -> Bound | Infeasible:
     Source: docs/theory.md, bound, and docs/theory-proofs.md, steps 2 to 5.
     """
     taken = load(setting)
-    if not taken < 1:
-        return Infeasible(load=taken, largest_inner_step=largest_inner_step(setting))
+    if infeasible := outside(setting, taken):
+        return infeasible
     smooth, eta = setting.smoothness, setting.virtual_step
     averaged = setting.noise / setting.workers
     factor = setting.most_penalty or 1.0
@@ -138,7 +150,7 @@ def evaluate(setting: Setting) -> Bound | Infeasible:
     counted, share = float(setting.local_steps), 1.0
     if setting.late is not None:
         counted = setting.late.counted(setting.local_steps)
-        share = squared_counts(setting, setting.late) / counted
+        share = late_averages.squared_counts(setting, setting.late) / counted
     return Bound(
         optimization=factor * 2 * setting.gap / (eta * setting.rounds * counted),
         noise=factor * smooth * eta * averaged * share,
@@ -220,208 +232,3 @@ def published(setting: Setting) -> float | Infeasible:
         + 4 * noise * chosen.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
         + 8 * noise * chosen.smoothness * tau / steps * beta**2 / (1 - beta**2)
     )
-
-
-_MAX_ROUNDS = 1000
-"""Rounds of drift that are followed one by one; the rest has a bound."""
-_CLOSE = 1e-6
-"""A drift that can rise by no larger share than this is taken as risen."""
-
-
-def late_gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
-    """Omega, or sqrt(C) in its place, and N, as `gap_constants` has them.
-
-    What an average of age n still has to contribute is w_n = (E - gamma) p^n + eta b_n, with
-    b_n = beta (beta^n - p^n)/(beta - p); before an arrival, a step of the round itself has
-    keep E - gamma. N is exact for a long run and a constant penalty.
-
-    Source: docs/theory.md, the late average, the constants.
-    """
-    tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
-    p, counted = late.carried(tau), late.counted(tau)
-    apart, before, _ = _distances(setting, keep)
-    eta = setting.virtual_step * (1 - p)
-    rest = tau - d
-    # sums of squared weights over steps, before and after the arrival
-    alone = apart * apart * tau * (tau - 1) / 2
-    steady = apart * apart * (keep * keep * d * rest + rest * (rest - 1) / 2)
-    steady += keep * before * before * d * (d - 1) / 2
-    rounds = setting.rounds
-    within = (alone + (rounds - 1) * steady) / rounds
-    squares = _squares(setting.virtual_step - setting.inner_step, eta, beta, p)
-    older = squared_counts(setting, late) * (squares * counted + apart * apart * keep * d)
-    by_gradients = (
-        _late_radius(setting, late)
-        if keep == 1 and late.predict == 0
-        else math.sqrt(late_product(setting, late))
-    )
-    return by_gradients, (older + within) / counted
-
-
-def _late_radius(setting: Setting, late: Late) -> float:
-    """Omega of late averages with everything kept: the largest eigenvalue of a symmetric matrix.
-
-    Source: docs/theory.md, the late average, the constants.
-    """
-    tau, d, beta = setting.local_steps, late.steps, setting.momentum
-    apart, _, across = _distances(setting, 1.0)
-    older = setting.virtual_step * beta / (1 - beta)
-    trace = (older + apart / 2) * tau + across * d
-    return (trace + math.hypot(trace, across * math.sqrt(d * (tau - d)))) / 2 - apart / 2
-
-
-def late_product(setting: Setting, late: Late) -> float:
-    """C, at least omega^2, of late averages of which not everything is kept, or some predicted.
-
-    That of a weighted Cauchy-Schwarz inequality: the largest of any column of the sum over rows of
-    c x row sum x weight.
-
-    Source: docs/theory.md, the late average, the constants.
-    """
-    tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
-    p = late.carried(tau)
-    apart, before, across = _distances(setting, keep)
-    lasting = across * p / (1 - p) + setting.virtual_step * beta / (1 - beta)
-    rest = tau - d
-    # sums over steps of the sums of all weights of a row, before and after the arrival
-    early = d * (lasting + across) * tau + before * d * (d - 1) / 2
-    later = rest * lasting * tau + apart * (rest * (rest - 1) / 2 + rest * keep * d)
-    first = (lasting + across) * tau
-    same = before * (early - first) + apart * later
-    alone = apart * apart * tau * (tau - 1) / 2
-    return lasting * later + (lasting + across) * keep * early + max(same, alone)
-
-
-def _distances(setting: Setting, keep: float) -> tuple[float, float, float]:
-    """|E - gamma|, |keep E - gamma|, and the first across rounds: the largest for any penalty.
-
-    With a penalty that varies in [1, Lambda] a gradient counts 1/penalty. Two steps of a round have
-    the same penalty; where two rounds meet, |E x - gamma|/sqrt(x) for x in [1/Lambda, 1] is what
-    counts, which rises with x but for its sign.
-
-    Source: docs/theory-proofs.md, a penalty that varies.
-    """
-    whole, gamma, most = setting.virtual_step, setting.inner_step, setting.most_penalty or 1.0
-    steps = (whole, whole / most)
-    root = math.sqrt(most)
-    return (
-        max(abs(step - gamma) for step in steps),
-        max(abs(keep * step - gamma) for step in steps),
-        max(abs(whole - gamma), abs(whole / root - gamma * root)),
-    )
-
-
-def _squares(apart: float, eta: float, beta: float, p: float) -> float:
-    """The sum of w_n^2 over n >= 1; `apart` is E - gamma."""
-    both = 1 - beta * p
-    return (
-        (apart * p) ** 2 / (1 - p * p)
-        + 2 * apart * eta * beta * p / (both * (1 - p * p))
-        + (eta * beta) ** 2 * (1 + beta * p) / (both * (1 - beta * beta) * (1 - p * p))
-    )
-
-
-def squared_counts(setting: Setting, late: Late) -> float:
-    """The mean over rounds of the sum of c_k^2."""
-    later = late.keep**2 * late.steps + setting.local_steps - late.steps
-    return later + (setting.local_steps - later) / setting.rounds
-
-
-def late_drift(setting: Setting, late: Late) -> float:
-    """The mean of r^2, weighted by c_k: the bound of E mean_i |x^i - mean|^2.
-
-    At an arrival workers are left with `keep` times u, what they added since the launch. Rounds are
-    followed one by one. A round maps the r that it begins with to that of the next, increasing and
-    with the Lipschitz constant `_contraction`: that bounds what all later rounds can add. Infinite
-    where it is too large for a number.
-
-    Source: docs/theory.md, the late average, drift.
-    """
-    total, length = _round(setting, late, None)
-    rate, rounds = _contraction(setting, late), setting.rounds
-    for done in range(1, rounds):
-        here, after = _round(setting, late, length)
-        total += here
-        rise, length = after - length, after
-        if not math.isfinite(total) or not math.isfinite(length):
-            return math.inf
-        left = rounds - 1 - done
-        reach = rise * _geometric(rate, left) if rise else 0.0
-        if reach == math.inf:
-            return reach
-        if abs(reach) <= _CLOSE * length or done == _MAX_ROUNDS:
-            total += left * _round(setting, late, length + max(reach, 0.0))[0] if left else 0.0
-            break
-    mean = total / (rounds * late.counted(setting.local_steps))
-    return mean if math.isfinite(mean) else math.inf
-
-
-def bounded_below(setting: Setting) -> float | None:
-    """The gamma below which late drift stays bounded in T; None where it is bounded already.
-
-    Source: docs/theory-proofs.md, the late average, drift.
-    """
-    if setting.late is None or _contraction(setting, setting.late) < 1:
-        return None
-    low, high = 0.0, setting.inner_step
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        contracts = _contraction(replace(setting, inner_step=middle), setting.late) < 1
-        low, high = (middle, high) if contracts else (low, middle)
-    return low
-
-
-_HALVINGS = 60
-
-
-def _growth(setting: Setting) -> float:
-    """What a step multiplies distances by, at most: 1 for convex functions and gamma <= 2/L."""
-    pull = setting.inner_step * setting.smoothness
-    return 1.0 if setting.convex and pull <= 2 else 1 + pull  # noqa: PLR2004 - the formula's
-
-
-def _contraction(setting: Setting, late: Late) -> float:
-    """By what a period multiplies differences of r: keep a^(tau-d) (that of d steps since launch).
-
-    With a = 1 what d steps add is gamma L d times r, else (1 + gamma L)^d - 1 times.
-    """
-    growth, d = _growth(setting), late.steps
-    pull = setting.inner_step * setting.smoothness
-    try:
-        added = d * pull if growth == 1 else growth**d - 1
-        return late.keep * added * growth ** (setting.local_steps - d)
-    except OverflowError:
-        return math.inf
-
-
-def _geometric(rate: float, count: int) -> float:
-    """At least the sum of rate^j over j = 1 ... count; infinite where it is too large."""
-    if rate < 1:
-        return rate * (1 - rate**count) / (1 - rate)
-    try:
-        return count * float(rate) ** count
-    except OverflowError:
-        return math.inf
-
-
-def _round(setting: Setting, late: Late, length: float | None) -> tuple[float, float]:
-    """The sum of c_k r_k^2 over a round that begins with r = `length`, and r at its end.
-
-    None is the first round: it begins with 0, and nothing arrives in it.
-    """
-    step = setting.inner_step
-    growth, slope = _growth(setting), step * setting.smoothness
-    pull = step * math.sqrt(setting.heterogeneity)
-    spread = step * step * setting.noise * (1 - 1 / setting.workers)
-    arrival = setting.local_steps + 1 if length is None else late.steps
-    r, added, total = length or 0.0, 0.0, 0.0
-    for k in range(setting.local_steps):
-        if k == arrival:
-            r = late.keep * added
-        total += (late.keep if k < arrival <= setting.local_steps else 1.0) * r * r
-        if k < arrival:
-            reach = added + slope * r + pull
-            added = math.sqrt(reach * reach + spread)
-        reach = growth * r + pull
-        r = math.sqrt(reach * reach + spread)
-    return total, late.keep * added if arrival == setting.local_steps else r

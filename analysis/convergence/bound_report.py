@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from analysis.convergence import bound, clipping
+from analysis.convergence import bound, clipping, late_averages
 from analysis.convergence.bound import TERMS, Bound
-from analysis.convergence.setting import Clip, Delay, Setting, late_average
+from analysis.convergence.setting import Clip, Delay, Late, Setting, late_average, later
 from co2sim.common.tables import print_table
 from co2sim.common.units import counted
 
@@ -136,7 +136,7 @@ def allowed(setting: Setting, price: float, *, tune: bool) -> Values:
     base = _total(bound.plain(bound.evaluate(_chosen(waiting, tune=tune))))
 
     def line(steps: int) -> Values:
-        late = replace(mix, steps=steps) if steps else None
+        late = later(mix, steps, setting.local_steps) if steps else None
         return _line(replace(waiting, late=late), Delay(steps or None, 0), base, tune=tune)
 
     tau = setting.local_steps
@@ -187,6 +187,11 @@ UNCLIPPED = (
 """What the four terms do not cover, where nothing was said of the clip."""
 UNCOVERED = ("Local steps other than those of plain SGD, such as AdamW's or with momentum.",)
 """What the theorem never covers."""
+UNCOVERED_FRAGMENTS = (
+    "Steps with gamma L nu of 1 or more, also where every function is convex.",
+    "A penalty that varies; a clip, or quantized averages, where not everything is kept.",
+)
+"""What it does not cover besides, of averages in fragments."""
 UNCOVERED_LATE = (
     "Averages that are used later than after the delay, or at other steps by other workers.",
     "Throwing away all that was done since the launch (keep 0): its gradients have no weight.",
@@ -226,15 +231,35 @@ def answer(
         share = late.counted(tau) / (late.keep * tau)
         values["mean_over_all_steps"] = plain and plain["total"] * share
         values["drift_over_waiting"] = bound.drift(setting) / waiting if waiting else None
+        if late.fragments > 1:
+            values["fragments"] = _beside_one(setting, late, tune=tune)
     clipped = clip_bounds(setting, clip or Clip())
     if clipped:
         values["clipping"] = clipped
-    values["drift_bounded_below"] = bound.bounded_below(setting)
+    values["drift_bounded_below"] = late_averages.bounded_below(setting)
     unclipped = () if clipped else (UNCLIPPED,)
-    values["not_covered"] = [*unclipped, *UNCOVERED, *(UNCOVERED_LATE if setting.late else ())]
+    of_late = UNCOVERED_LATE if setting.late else ()
+    of_parts = UNCOVERED_FRAGMENTS if "fragments" in values else ()
+    values["not_covered"] = [*unclipped, *UNCOVERED, *of_late, *of_parts]
     if longest is not None:
         values["allowed_delay"] = longest
     return setting, values
+
+
+def _beside_one(setting: Setting, late: Late, *, tune: bool) -> Values:
+    """The second condition of fragments, and the bound of the whole model as one.
+
+    That is as many times as late as it is large, or the whole round.
+    """
+    steps = min(late.steps * late.fragments, setting.local_steps)
+    whole = replace(later(late, steps, setting.local_steps), fragments=1)
+    waited = _chosen(replace(setting, late=whole), tune=tune)
+    return {
+        "count": late.fragments,
+        "gamma_l_nu": late_averages.reach(setting),
+        "whole_delay_steps": steps,
+        "whole_bound": bound.plain(bound.evaluate(waited)),
+    }
 
 
 def print_bound(out: Console, setting: Setting, values: Mapping[str, Any], clip: Clip) -> None:
@@ -245,10 +270,16 @@ def print_bound(out: Console, setting: Setting, values: Mapping[str, Any], clip:
         ("largest feasible gamma", f"{values['largest_inner_step']:.6g}"),
         ("load L eta + 2 L omega, feasible below 1", f"{values['load']:.4f}"),
     ]
+    parts = values.get("fragments")
+    if parts:
+        rows.append(("gamma L nu of fragments, feasible below 1", f"{parts['gamma_l_nu']:.4f}"))
     if terms:
         rows += [(f"{name} term", f"{terms[name]:.6g}") for name in TERMS]
         rows.append(("bound of the mean of E|grad f|^2", f"{terms['total']:.6g}"))
         rows += _late_rows(setting, values)
+        if parts:
+            name = f"bound of the whole model as one, {parts['whole_delay_steps']} steps late"
+            rows.append((name, f"{_total(parts['whole_bound']):.6g}"))
     else:
         rows.append(("bound of the mean of E|grad f|^2", "infeasible, see below"))
     rows += _clip_rows(setting, clip, clipped)
@@ -292,20 +323,28 @@ def _note(setting: Setting, *, tuned: bool) -> str:
 def why_infeasible(setting: Setting) -> str:
     """The condition that a setting does not meet, and what of it to change, in sentences."""
     taken, step = bound.load(setting), setting.inner_step
+    reach = late_averages.reach(setting)
+    broken = [f"L eta + 2 L omega is {taken:.3g}"] if taken >= 1 else []
+    broken += [f"gamma L nu of fragments is {reach:.3g}"] if reach >= 1 else []
     text = (
-        f"There is no bound: L eta + 2 L omega is {taken:.3g}, and must be below 1. It is for an"
-        f" inner step (learning rate) below {bound.largest_inner_step(setting):.3g}, if nothing"
-        f" else changes; here it is {step:.3g}."
+        f"There is no bound: {' and '.join(broken)}, and must be below 1. It is for an inner step"
+        f" (learning rate) below {bound.largest_inner_step(setting):.3g}, if nothing else changes;"
+        f" here it is {step:.3g}, {step / bound.largest_inner_step(setting):.3g} times as much."
     )
 
     def shorter(tau: int) -> Setting:
-        late = setting.late and replace(setting.late, steps=min(tau, setting.late.steps))
+        late = setting.late
+        if late is not None:
+            parts = min(tau, late.fragments)
+            late = replace(later(late, min(tau, late.steps), tau), fragments=parts)
         return replace(setting, local_steps=tau, late=late)
 
-    longest = _longest(lambda t: not t or bound.load(shorter(t)) < 1, setting.local_steps - 1)
-    if longest:
+    def holds(tau: int) -> bool:
+        return not tau or bound.largest_inner_step(shorter(tau)) > step
+
+    if longest := _longest(holds, setting.local_steps - 1):
         steps = counted(longest, "local step")
-        return f"{text} With this inner step it is below 1 in rounds of up to {steps}."
+        return f"{text} With this inner step there is one in rounds of up to {steps}."
     alone = bound.load(replace(shorter(1), late=None, delay=0))
     return (
         f"{text} With this inner step no shorter round has a bound, and even one local step with an"

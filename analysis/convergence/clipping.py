@@ -109,8 +109,8 @@ def _added(
 ) -> Bound | Infeasible:
     """The four terms, from omega, what else is in the gap, and what is beside the drift."""
     load = setting.smoothness * (setting.virtual_step + 2 * by_gradients)
-    if not load < 1:
-        return Infeasible(load=load, largest_inner_step=setting.inner_step / load)
+    if infeasible := bound.outside(setting, load):
+        return infeasible
     factor = setting.most_penalty or 1.0
     far = setting.smoothness * gap
     apart = math.sqrt(parts.drift) + beside_drift

@@ -178,7 +178,8 @@ def _outer(settings: TrainSettings, rule: Mapping[str, Any], last: LogRow) -> di
     if last.delay is not None and isinstance(strategy, CO2):
         keep, predict = strategy.kept()
         predict = bounded(tau, last.delay, keep, predict)
-        values["late"] = Late(steps=last.delay, keep=keep, predict=predict)
+        parts = rule.get("fragments", 1)
+        values["late"] = Late(steps=last.delay, keep=keep, predict=predict, fragments=parts)
     return values
 
 
@@ -208,8 +209,6 @@ def _notes(settings: TrainSettings, rule: Mapping[str, Any]) -> list[str]:
         notes.append("What bf16 rounds off averages is not recorded.")
     if rule.get("preview"):
         notes.append("The bound is not about a preview.")
-    if rule.get("fragments", 1) > 1:
-        notes.append("The bound is not about fragments; the whole model counts as one.")
     if rule.get("gap") == "gap_aware" and rule.get("clip") is not None:
         notes.append(
             "The residual was recorded with the penalty of each round, which the theorem counts as"

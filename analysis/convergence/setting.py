@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from co2sim.common import validation
 from co2sim.common.convert import Reader, option
-from co2sim.common.delayed_averaging import kept
+from co2sim.common.delayed_averaging import MAX_FRAGMENTS, bounded, check_predict, kept
 from co2sim.common.errors import OptionError
 from co2sim.common.validation import between, whole
 
@@ -26,8 +26,9 @@ class Late:
 
     At the arrival workers move to the new anchor, plus `keep` of what they did since the launch,
     plus `predict` x steps/tau of the mean displacement that has just arrived. `steps` is d, from 1
-    to tau; `keep` is in (0, 1]: what is thrown away altogether has no bound. `predict` is in
-    [0, 1), so that what is predicted, and is part of the next displacement, dies out.
+    to tau; `keep` is in (0, 1]: what is thrown away altogether has no bound. `predict` x steps/tau
+    is below 1, so that what is predicted, and is part of the next displacement, dies out. The model
+    is cut into `fragments`, which launch at evenly spread steps of a round.
 
     Raises OptionError for what is out of range. Source: docs/theory.md, the late average.
     """
@@ -35,16 +36,22 @@ class Late:
     steps: int
     keep: float = 1.0
     predict: float = 0.0
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         validation.whole("delay", self.steps, 1, MAX_STEPS)
+        validation.whole("fragments", self.fragments, 1, MAX_FRAGMENTS)
         validation.fraction("keep", self.keep)
-        if not 0 <= self.predict < 1:
-            raise OptionError(f"predict is {self.predict:g}; it must be at least 0 and below 1")
+        validation.between("predict", self.predict, 0, 1)
 
     def carried(self, local_steps: int) -> float:
         """The share p of a displacement that is part of the next one, by prediction."""
         return self.predict * self.steps / local_steps
+
+    def launches(self, local_steps: int) -> list[int]:
+        """After how many steps of a round fragments launch, each number once."""
+        count = self.fragments
+        return sorted({local_steps * (i + 1) // count for i in range(count)})
 
     def counted(self, local_steps: int) -> float:
         """The steps of a round, of which those before the arrival count `keep` each."""
@@ -52,14 +59,24 @@ class Late:
 
 
 def late_average(
-    steps: int, local_steps: int, keep: float | None = None, predict: float | None = None
+    steps: int,
+    local_steps: int,
+    keep: float | None = None,
+    predict: float | None = None,
+    fragments: int = 1,
 ) -> Late:
     """With what CO2 keeps and predicts in rounds of that length, where that is not given.
 
     Raises OptionError for what is out of range.
     """
     share, predicted = kept(local_steps, keep, predict)
-    return Late(steps=steps, keep=share, predict=predicted)
+    return Late(steps=steps, keep=share, predict=predicted, fragments=fragments)
+
+
+def later(late: Late, steps: int, local_steps: int) -> Late:
+    """The same with another delay; what would be repeated for ever is not predicted."""
+    predict = bounded(local_steps, steps, late.keep, late.predict)
+    return replace(late, steps=steps, predict=predict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +136,21 @@ class Lateness:
         "Share that the mean displacement predicts instead; default: 1 - keep.",
         "late",
     )
+    fragments: int = option(
+        1,
+        "Parts of the model, which launch their averages at evenly spread steps of a round.",
+        "late",
+    )
 
     def average(self, local_steps: int) -> Late | None:
         """What is done with averages that are late by local steps; None for whole rounds."""
         if self.delay.steps is not None:
-            return late_average(self.delay.steps, local_steps, self.keep, self.predict)
-        if self.keep is not None or self.predict is not None:
+            mix = self.keep, self.predict, self.fragments
+            return late_average(self.delay.steps, local_steps, *mix)
+        if self != Lateness(delay=self.delay):
             raise OptionError(
-                "--keep and --predict are for a delay in local steps, such as 3; --delay is"
-                f" {self.delay}"
+                "--keep, --predict and --fragments are for a delay in local steps, such as 3;"
+                f" --delay is {self.delay}"
             )
         return None
 
@@ -192,6 +215,8 @@ _RANGES = (
     ("delay", 0, 1_000_000),
 )
 """Whole numbers; `drift` takes as long as there are local steps."""
+_MOST = 10**6
+"""Numbers that the constants of fragments are sums of: a bound takes 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,11 +285,15 @@ class Setting:
             raise OptionError(
                 f"delay is {late.steps} steps; it must be at most local_steps, {self.local_steps}"
             )
-        if late.predict and self.most_penalty is not None:
-            raise OptionError(
-                f"a varying penalty with predict above 0 is not covered by the bound: predict is"
-                f" {late.predict:g}"
-            )
+        check_predict(self.local_steps, late.steps, late.keep, late.predict)
+        validation.whole("fragments", late.fragments, 1, self.local_steps)
+        validation.whole("fragments times local_steps", late.fragments * self.local_steps, 1, _MOST)
+        for name, value, least in (("predict", late.predict, 0), ("fragments", late.fragments, 1)):
+            if value > least and self.most_penalty is not None:
+                raise OptionError(
+                    f"a varying penalty with {name} above {least} is not covered by the bound:"
+                    f" {name} is {value:g}"
+                )
 
     @property
     def virtual_step(self) -> float:
@@ -335,7 +364,8 @@ class RunSize:
     """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed its own run.
 
     `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
-    With `late_steps` it is used that many local steps late instead, without a restart.
+    With `late_steps` it is used that many local steps late instead, without a restart. `fragments`
+    are equal parts of the coordinates, which launch as those of `Late` do.
     """
 
     workers: int
@@ -344,6 +374,7 @@ class RunSize:
     seeds: int = 1
     delay: int = 1
     late_steps: int | None = None
+    fragments: int = 1
 
 
 def size_of(setting: Setting, seeds: int) -> RunSize:
@@ -355,6 +386,7 @@ def size_of(setting: Setting, seeds: int) -> RunSize:
         seeds=seeds,
         delay=setting.delay,
         late_steps=setting.late.steps if setting.late else None,
+        fragments=setting.late.fragments if setting.late else 1,
     )
 
 
@@ -364,12 +396,12 @@ class Outcome:
 
     `gradient` is A, the mean of |grad f(mean of workers)|^2 over all steps, before each step.
     `drift` is the mean squared distance of workers from their mean. In both means, steps before the
-    arrival of a late average count `keep`. `value` is f - f_inf at the last x. `spread` and
-    `variance` are the largest means over seeds, of all steps, of the workers' disagreement and of
-    the gradients' variance. `clipped` is the share of momentum elements that were clipped,
-    `penalty` the largest that was used. `residual` is the mean over rounds of |what was clipped|^2,
-    in units of a sum of gradients and with Lambda counted 1, of updates that moved a point that was
-    visited; `running` that of its running mean. `final` is the last x, [C, S, d].
+    arrival of a late average count `keep`, in each fragment for itself. `value` is f - f_inf at the
+    last x. `spread` and `variance` are the largest means over seeds, of all steps, of the workers'
+    disagreement and of the gradients' variance. `clipped` is the share of momentum elements that
+    were clipped, `penalty` the largest that was used. `residual` is the mean over rounds of |what
+    was clipped|^2, in units of a sum of gradients and with Lambda counted 1, of updates that moved
+    a point that was visited; `running` that of its running mean. `final` is the last x, [C, S, d].
     """
 
     gradient: Array

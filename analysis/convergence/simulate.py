@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -178,31 +179,34 @@ class OuterUpdate:
         self.residual, self.running = np.zeros(shape[:2]), np.zeros(shape[:2])
         self.before = self.residual, self.running
 
-    def step(self, x: Array, due: Array | None) -> Array:
-        """The next x, given the sum that is due; None before the first."""
+    def step(self, x: Array, due: Array | None, of: slice = slice(None)) -> Array:
+        """The next x, given the sum that is due; None before the first. `of` are coordinates."""
         which = self.which
-        self.momentum = which.momentum[:, None, None] * self.momentum
+        wanted = which.momentum[:, None, None] * self.momentum[..., of]
         if due is not None:
             penalty = self._penalty(due)
-            self.momentum = self.momentum + due / penalty[:, :, None]
+            wanted = wanted + due / penalty[:, :, None]
             self.penalty = np.fmax(self.penalty, penalty.max(axis=1))
         limits = which.clip[:, None, None]
+        momentum = wanted
         if np.isfinite(which.clip).any():
-            self.clipped += (np.abs(self.momentum) > limits).mean(axis=(1, 2))
-            wanted = self.momentum
-            self.momentum = np.clip(wanted, -limits, limits)
-            self._record(wanted - self.momentum)
-        change = self.factor * self.momentum
+            momentum = np.clip(wanted, -limits, limits)
+            beyond = (np.abs(wanted) > limits).sum(axis=(1, 2))
+            self.clipped += beyond / self.momentum[0].size
+            self._record(wanted - momentum, of)
+        self.momentum[..., of] = momentum
+        change = self.factor * momentum
         self.moved = np.sqrt((change**2).sum(axis=-1))
         return np.asarray(x - change)
 
-    def _record(self, clipped: Array) -> None:
+    def _record(self, clipped: Array, of: slice) -> None:
         """Add up what was clipped; `before` keeps the sums without the last update."""
         decay = self.which.decay[:, None, None]
-        self.smooth = decay * self.smooth + (1 - decay) * clipped
+        smooth = decay * self.smooth[..., of] + (1 - decay) * clipped
+        self.smooth[..., of] = smooth
         self.before = self.residual, self.running
         self.residual = self.residual + (clipped**2).sum(axis=-1)
-        self.running = self.running + (self.smooth**2).sum(axis=-1)
+        self.running = self.running + (smooth**2).sum(axis=-1)
 
     def _penalty(self, due: Array) -> Array:
         """Lambda of this round, [C, S], from what is known without the sum that it divides.
@@ -268,13 +272,17 @@ class Simulation:
         self.mean = self.anchor
         self.points = np.repeat(self.anchor[:, :, None, :], size.workers, axis=2)
         # before the arrival of a late average steps count less
-        arrival = size.late_steps or 0
+        arrival, parts = size.late_steps or 0, size.fragments
         self.counted = which.keep * arrival + steps - arrival
         self.carried = (which.predict * arrival / steps)[:, None, None]
+        ends = [dimension * part // parts for part in range(parts + 1)]
+        self.spans = [slice(*pair) for pair in pairwise(ends)]
+        self.starts = [steps * (part + 1) // parts for part in range(parts)]
         self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
         self.ahead = max(1, min(size.rounds, _CHUNK // (steps * math.prod(self.shape) * dimension)))
         self.drawn: NDArray[Any] = np.zeros(0)
-        self.launched: list[tuple[Array, Array]] = []
+        self.launched: list[Array] = []
+        self.left, self.moved = self.points.copy(), 0 * self.anchor
         self.done = 0
 
     def next_round(self) -> None:
@@ -283,30 +291,38 @@ class Simulation:
         first = self.done % self.ahead * steps
         if first == 0:
             self.drawn = self.sampler.draw(self.rng, (self.ahead * steps, *self.shape))
-        early = self.which.keep[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             for k in range(steps):
-                if k == late:
-                    self._arrive()
-                weight = early if late and k < late else 1.0
-                self._measure(weight)
+                self._measure(self._weights(k) if late else None)
                 self._step(self.drawn[first + k])
-            if late == steps:
-                self._arrive()
-            left = self.points if self.restarts else self.points.copy()
-            self.launched.append((left, self.anchor - self.mean))
+                if late:
+                    self._average(self.done * steps + k + 1, late)
             if self.restarts:
+                self.launched.append(self.anchor - self.mean)
                 self._restart()
         self.done += 1
 
-    def _measure(self, weight: Array | float) -> None:
-        """A and the drift of this step, with a weight, and the spread."""
+    def _weights(self, k: int) -> Array:
+        """The root of what step k of a round counts, by coordinate: [C, d]."""
+        steps, late = self.size.local_steps, self.size.late_steps or 0
+        counts = np.ones((len(self.which), len(self.problem.start)))
+        for start, span in zip(self.starts, self.spans, strict=True):
+            since = self.done * steps + k - start
+            if since >= 0 and since % steps < late:
+                counts[:, span] = self.which.keep[:, None]
+        return np.sqrt(counts)
+
+    def _measure(self, weights: Array | None) -> None:
+        """A and the drift of this step, with roots of weights, and the spread."""
         slope = self.problem.gradient(self.mean)
-        self.gradient = self.gradient + weight * np.einsum("csd,csd->cs", slope, slope)
+        if weights is not None:
+            slope = slope * weights[:, None, :]
+        self.gradient = self.gradient + np.einsum("csd,csd->cs", slope, slope)
         if self.size.workers > 1:
             apart = self.points - self.mean[:, :, None, :]
-            square = np.einsum("csgd,csgd->cs", apart, apart) / self.size.workers
-            self.drift = self.drift + weight * square
+            if weights is not None:
+                apart *= weights[:, None, None, :]
+            self.drift = self.drift + np.einsum("csgd,csgd->cs", apart, apart) / self.size.workers
         if self.problem.heterogeneous:
             spread = disagreement(self.problem, self.mean, self.size.workers).mean(axis=1)
             self.spread = np.fmax(self.spread, spread)
@@ -321,28 +337,36 @@ class Simulation:
         self.points -= noisy
         self.mean = np.asarray(self.points.mean(axis=2))
 
-    def _due(self) -> Array:
-        """The oldest sum of averaged gradients that travels."""
-        return self.launched[0][1] / self.which.inner_step[:, None, None]
-
     def _restart(self) -> None:
         """Move the anchor, by the average that is due if there is one, and all workers to it."""
-        ready = len(self.launched) > self.size.delay
-        self.anchor = self.outer.step(self.anchor, self._due() if ready else None)
-        if ready:
-            self.launched.pop(0)
+        due = None
+        if len(self.launched) > self.size.delay:
+            due = self.launched.pop(0) / self.which.inner_step[:, None, None]
+        self.anchor = self.outer.step(self.anchor, due)
         self.mean = self.anchor
         self.points = np.repeat(self.anchor[:, :, None, :], self.size.workers, axis=2)
 
-    def _arrive(self) -> None:
+    def _average(self, now: int, late: int) -> None:
+        """After `now` local steps: use the averages that are due, and launch others."""
+        steps = self.size.local_steps
+        for start, span in zip(self.starts, self.spans, strict=True):
+            since = now - start
+            if since >= late and (since - late) % steps == 0:
+                self._arrive(span)
+            if since >= 0 and since % steps == 0:
+                self.left[..., span] = self.points[..., span]
+                self.moved[..., span] = self.anchor[..., span] - self.mean[..., span]
+
+    def _arrive(self, span: slice) -> None:
         """Move the anchor, and the workers with it: they keep a part of what they did meanwhile."""
-        if not self.launched:
-            return
-        self.anchor = self.outer.step(self.anchor, self._due())
-        left, moved = self.launched.pop()
-        ahead = self.anchor - self.carried * moved
-        kept = self.which.keep[:, None, None, None] * (self.points - left)
-        self.points = ahead[:, :, None, :] + kept
+        moved = self.moved[..., span]
+        due = moved / self.which.inner_step[:, None, None]
+        anchor = self.outer.step(self.anchor[..., span], due, span)
+        self.anchor[..., span] = anchor
+        ahead = anchor - self.carried * moved
+        kept = self.points[..., span] - self.left[..., span]
+        kept *= self.which.keep[:, None, None, None]
+        self.points[..., span] = ahead[:, :, None, :] + kept
         self.mean = np.asarray(self.points.mean(axis=2))
 
     def outcome(self) -> Outcome:

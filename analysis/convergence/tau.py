@@ -213,9 +213,11 @@ def late_of(strategy: object) -> Late | None:
     if steps is None:
         return None
     if not isinstance(steps, int):
-        raise OptionError(f"delay is {steps}; the bound needs a number of local steps")
-    keep, predict = strategy.kept() if isinstance(strategy, CO2) else (1.0, 0.0)
-    return Late(steps=steps, keep=keep, predict=predict)
+        raise OptionError(f"delay is {steps}; the bound needs a number of steps, such as delay=1")
+    if not isinstance(strategy, CO2):
+        return Late(steps=steps)
+    keep, predict = strategy.kept()
+    return Late(steps=steps, keep=keep, predict=predict, fragments=strategy.parts())
 
 
 def after(problem: Setting, timings: Sequence[Timing], seconds: Seconds) -> list[Choice]:
@@ -437,7 +439,9 @@ def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, .
 
 
 def _title(timing: Timing) -> str:
-    return f"{timing.workers} workers, averages {timing.lateness} late; rounds {timing.source}"
+    parts = " in fragments" if timing.late and timing.late.fragments > 1 else ""
+    late = f"averages{parts} {timing.lateness} late"
+    return f"{timing.workers} workers, {late}; rounds {timing.source}"
 
 
 def tau_to_dict(advice: Advice, largest: float | None = None) -> dict[str, Any]:

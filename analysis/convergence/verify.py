@@ -69,7 +69,9 @@ def check_size(setting: Setting, seeds: int) -> None:
     """Raise OptionError for what would take hours, or too much memory."""
     whole("--seeds", seeds, 2, _MOST_RUNS)
     runs, steps = setting.workers * seeds, setting.rounds * setting.local_steps
-    whole("--workers times --seeds", runs, 2, _MOST_RUNS)
+    if setting.late is not None:
+        runs *= setting.late.fragments
+    whole("--workers times --seeds (times fragments)", runs, 2, _MOST_RUNS)
     whole("--rounds times --local-steps", steps, 1, _MOST_STEPS)
     whole("the number of gradients of all runs", runs * steps, 1, _MOST_GRADIENTS)
 
@@ -110,12 +112,55 @@ def compare(
     return compared
 
 
-def problems(setting: Setting) -> Iterator[tuple[str, Problem]]:
-    """Functions of one coordinate with the smoothness, gap and heterogeneity of a setting.
+@dataclass(frozen=True, slots=True)
+class Diagonal:
+    """A function of one coordinate, along the diagonal of `dimension` ones: each feels all."""
 
-    A quadratic, and a function that is not convex unless the setting is. Workers differ by a tilt,
-    which is the same everywhere.
+    inner: Problem
+    dimension: int
+
+    @property
+    def start(self) -> Array:
+        """That of the function, on the diagonal."""
+        return self._spread(self.inner.start)
+
+    @property
+    def heterogeneous(self) -> bool:
+        """Whether the f_i differ."""
+        return self.inner.heterogeneous
+
+    def value(self, point: Array) -> Array:
+        """That of the function."""
+        return self.inner.value(self._along(point))
+
+    def gradient(self, point: Array) -> Array:
+        """The gradient of f."""
+        return self._spread(self.inner.gradient(self._along(point)))
+
+    def gradients(self, points: Array) -> Array:
+        """The gradient of each worker's f_i at its own point."""
+        return self._spread(self.inner.gradients(self._along(points)))
+
+    def _along(self, point: Array) -> Array:
+        return np.asarray(point.sum(axis=-1, keepdims=True) / math.sqrt(self.dimension))
+
+    def _spread(self, value: Array) -> Array:
+        return np.repeat(value / math.sqrt(self.dimension), self.dimension, axis=-1)
+
+
+def problems(setting: Setting) -> Iterator[tuple[str, Problem]]:
+    """Functions with the smoothness, gap and heterogeneity of a setting.
+
+    A quadratic, and a function that is not convex unless the setting is, of one coordinate, or
+    along the diagonal of one for each fragment. Workers differ by a tilt, which is the same
+    everywhere.
     """
+    fragments = setting.late.fragments if setting.late else 1
+    for name, problem in _of_one_coordinate(setting):
+        yield name, Diagonal(problem, fragments) if fragments > 1 else problem
+
+
+def _of_one_coordinate(setting: Setting) -> Iterator[tuple[str, Problem]]:
     smoothness, gap = setting.smoothness, setting.gap
     tilt = _tilts(setting.workers, math.sqrt(setting.heterogeneity))
     start = np.array([math.sqrt(2 * gap / smoothness)])

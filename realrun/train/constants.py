@@ -186,6 +186,7 @@ def commands(estimates: Estimates, settings: TrainSettings, delay: int | None) -
     if isinstance(strategy, CO2) and delay is not None:
         keep, predict = strategy.kept()
         late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
+        late += f" --fragments {strategy.parts()}" if strategy.parts() > 1 else ""
     name = "co2"
     if isinstance(strategy, LocalSteps):
         name = _without_tau(strategy, delay) if strategy.name in BOUNDED else "local_sgd"

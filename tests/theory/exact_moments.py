@@ -83,7 +83,7 @@ def exact(
     weights = np.ones((size.local_steps, len(which))) if alike else _weights(which, size)
     state = np.tile(begin[:, :, None] * begin[:, None, :], (len(which), 1, 1, 1))
     with np.errstate(over="ignore", invalid="ignore"):
-        opening = _Round(rows, kinds, which, size, maps, weights, arrives=False)
+        opening = _Round(rows, kinds, which, size, maps, np.ones_like(weights), arrives=False)
         later = _Round(rows, kinds, which, size, maps, weights, arrives=True)
         gradient, drift = _expected(opening.forms, state)
         widest = np.full(len(which), np.nan)
@@ -215,7 +215,7 @@ def _rows(problem: Quadratic, kinds: _Kinds) -> _Rows:
 
 
 def _weights(which: Variants, size: RunSize) -> Array:
-    """What every step of a round counts: [tau, C]."""
+    """What every step of a round with an arrival counts: [tau, C]; of others 1."""
     late = np.arange(size.local_steps) < (size.late_steps or 0)
     return np.where(late[:, None], which.keep, 1.0)
 

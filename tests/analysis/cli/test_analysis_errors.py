@@ -12,10 +12,12 @@ from analysis.convergence import trends
 from analysis.published.runs import DATA_VARIABLE, PAPERS
 from realrun.record import write
 
-BOUND = "bound --smoothness 2 --noise 1 --gap 3 --workers 8 --rounds 10000 --local-steps 8"
+PROBLEM = "bound --smoothness 2 --noise 1 --gap 3 --workers 8 --rounds 10000"
+BOUND = f"{PROBLEM} --local-steps 8"
 TAU = "tau --smoothness 1 --noise 1 --gap 1"
 WORDS = {
     "BOUND": BOUND,
+    "PROBLEM": PROBLEM,
     "VERIFY": BOUND.replace("bound", "verify"),
     "TAU": TAU,
     "ON": f"{TAU} -c a100-tcp80",

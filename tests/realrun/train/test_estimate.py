@@ -172,8 +172,9 @@ def test_commands_are_those_of_the_training() -> None:
         ("slowmo:tau=48", None, "--rounds 1 --local-steps 48 --delay 0"),
         ("co2.published:tau=4", None, "--rounds 6 --local-steps 4"),
         ("co2.published:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
-        ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0.5"),
-        ("co2:tau=12,delay=3,fragments=4", 3, "--delay 3 --keep 0.5 --predict 0.5"),
+        ("co2:tau=4,delay=3,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0.5"),
+        ("co2:tau=4,delay=auto,keep=0.5", 2, "--delay 2 --keep 0.5 --predict 0.5 --fragments 4"),
+        ("co2:tau=12,delay=3,fragments=4", 3, "--keep 0.5 --predict 0.5 --fragments 4"),
     ]:
         lines = commands(FOUND, TrainSettings(strategy=strategy, steps=24), delay)
         assert lines["bound"].startswith(
