@@ -34,7 +34,7 @@ _SAME = 1e-9
 def chart(answer: Networks, goal: Goal = NO_GOAL) -> Any:
     """A point for each strategy on each network; lines join those that nothing beats in both.
 
-    Rings are the networks that were chosen. Strategies whose steps have no known worth are left
+    Rings are the networks that are recommended. Strategies whose steps have no known worth are left
     out.
     """
     short = labels(answer.strategies)
@@ -52,7 +52,7 @@ def chart(answer: Networks, goal: Goal = NO_GOAL) -> Any:
     rings = [
         _row(trained, short[trained.strategy], size)
         for trained in map(answer.chosen, answer.strategies)
-        if trained.days is not None
+        if trained.days is not None and trained.result.fits_in_memory
     ]
     named = {row["network"]: row for row in sorted(rings, key=itemgetter("time"))}
     lines = alt.Chart(data(front)).mark_line(strokeWidth=2).encode(x=x, y=y, color=colour)

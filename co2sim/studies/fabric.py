@@ -185,16 +185,20 @@ class Networks:
         return [trained for trained in self.trainings if trained.strategy == strategy]
 
     def chosen(self, strategy: str) -> Training:
-        """On the cheapest network that loses no more than it may."""
-        enough = [trained for trained in self.of(strategy) if trained.lost <= self.tried.loses]
+        """On the cheapest network that loses no more than it may, and on which it fits in memory.
+
+        Of a strategy that fits on none, as if it did: no network is recommended for it.
+        """
+        here = _fitting(self.of(strategy))
+        enough = [trained for trained in here if trained.lost <= self.tried.loses]
         return min(enough, key=lambda trained: (trained.network.usd, trained.lost))
 
     @property
     def cheapest(self) -> Training | None:
         """Of all, the training that costs least, if it fits in memory; None where none is known."""
-        priced = [trained for trained in self.trainings if trained.usd is not None]
-        fitting = [trained for trained in priced if trained.result.fits_in_memory]
-        return min(fitting, key=lambda trained: trained.usd or 0.0, default=None)
+        fitting = [trained for trained in self.trainings if trained.result.fits_in_memory]
+        priced = [trained for trained in fitting if trained.usd is not None]
+        return min(priced, key=lambda trained: trained.usd or 0.0, default=None)
 
     @property
     def full(self) -> Network:
@@ -295,11 +299,17 @@ def _days(case: Question, result: Result, tokens: float | None, goal: Goal) -> f
     return None if trained is None else trained.days
 
 
+def _fitting(trainings: Sequence[Training]) -> Sequence[Training]:
+    """Those that fit in memory; all where none does."""
+    return [trained for trained in trainings if trained.result.fits_in_memory] or trainings
+
+
 def _compared(trainings: Sequence[Training]) -> list[Training]:
-    """With what each loses against the best network of its strategy."""
+    """With what each loses against the best network of its strategy, if any where it fits."""
     best: dict[str, float] = {}
-    for trained in trainings:
-        best[trained.strategy] = max(best.get(trained.strategy, 0.0), trained.pace)
+    for strategy in {trained.strategy for trained in trainings}:
+        here = _fitting([trained for trained in trainings if trained.strategy == strategy])
+        best[strategy] = max(trained.pace for trained in here)
     lost = [1 - trained.pace / best[trained.strategy] for trained in trainings]
     return [
         replace(trained, lost=part if part > _SAME else 0.0)

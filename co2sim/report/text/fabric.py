@@ -101,17 +101,24 @@ def _row(answer: Networks, trained: Training, name: str) -> list[str]:
 def _sentences(answer: Networks) -> Iterator[str]:
     names = labels(answer.strategies)
     chosen: dict[str, list[str]] = {}
+    misfits: list[str] = []
     for strategy in answer.strategies:
         trained = answer.chosen(strategy)
-        chosen.setdefault(
-            f"{trained.network.name} ({trained.network.usd:,.0f} USD a GPU)", []
-        ).append(names[strategy])
+        if trained.result.fits_in_memory:
+            name = f"{trained.network.name} ({trained.network.usd:,.0f} USD a GPU)"
+            chosen.setdefault(name, []).append(names[strategy])
+        else:
+            misfits.append(names[strategy])
     networks = ", and ".join(f"{name} for {' and '.join(of)}" for name, of in chosen.items())
-    loses = _percent(answer.tried.loses)
-    yield f"The cheapest network that loses at most {loses} of the speed is {networks}."
+    if chosen:
+        loses = _percent(answer.tried.loses)
+        yield f"The cheapest network that loses at most {loses} of the speed is {networks}."
+    if misfits:
+        yield f"No network is recommended for what does not fit in memory: {', '.join(misfits)}."
     best = answer.cheapest
     if best is None or best.usd is None:
-        yield "No training that fits in memory has a cost: see memory, or give --steps-factor."
+        if chosen:
+            yield "No training that fits in memory has a known cost: give --steps-factor."
         return
     yield (
         f"The cheapest training is {names[best.strategy]} with {best.network.name}: {_time(best)},"
@@ -193,11 +200,12 @@ def print_details(out: Console, answer: Networks) -> None:
     print_table(out, f"networks of {counted(answer.gpus, 'GPU')}", columns, rows, left=1)
     for strategy in answer.strategies:
         here = answer.chosen(strategy)
+        recommended = here if here.result.fits_in_memory else None
         taken = labels(trained.result.strategy for trained in answer.of(strategy))
         varies = len(taken) > 1
         rows = [
             [
-                f"{trained.network.name}{f' {_HERE}' if trained is here else ''}",
+                f"{trained.network.name}{f' {_HERE}' if trained is recommended else ''}",
                 f"{trained.network.usd:,.0f}",
                 number(trained.network.watts),
                 f"{trained.result.tokens_per_s:,.0f}",
@@ -233,9 +241,11 @@ def plain(answer: Networks) -> dict[str, Any]:
         "trainings": [_plain_training(trained) for trained in answer.trainings],
         "chosen": {
             strategy: {
-                **_plain_training(trained := answer.chosen(strategy)),
+                **_plain_training(trained),
                 "saves_usd": (answer.full.usd - trained.network.usd) * answer.gpus,
             }
+            if (trained := answer.chosen(strategy)).result.fits_in_memory
+            else None
             for strategy in answer.strategies
         },
         "cheapest": best and _plain_training(best),

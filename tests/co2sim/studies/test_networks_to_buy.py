@@ -20,6 +20,7 @@ from co2sim.prediction.ownership import Part
 from co2sim.prediction.question import Question
 from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import Goal
+from co2sim.report.text.fabric import plain, screen
 from co2sim.studies.fabric import Network, Networks, Training, Tried, bench, networks
 
 HERE = ("fabric", "-c", "dgx-h100", "-m", "gpt2-small")
@@ -121,7 +122,7 @@ def answer_of(priced: Sequence[tuple[float, float]], loses: float) -> Networks:
             parts={"links": Part(usd, 0.0)},
             gpus=1,
             share=0.1,
-            changes={},
+            changes={"fabric.switch_ports": "64"},
         )
         for number, (usd, _) in enumerate(priced, 1)
     ]
@@ -174,6 +175,19 @@ def test_the_cheapest_training_fits_in_memory() -> None:
     full = replace(RESULT, fits_in_memory=False)
     without = replace(found, trainings=[replace(first, result=full), second])
     assert without.cheapest is without.trainings[1]
+    assert without.chosen("fsdp") is without.trainings[1]
+
+
+def test_no_network_is_recommended_for_what_fits_on_none() -> None:
+    """The answer and its JSON say so, and the table has its row."""
+    found = answer_of([(1, 1), (2, 1)], 0.05)
+    full = replace(RESULT, fits_in_memory=False)
+    lacking = replace(found, trainings=[replace(one, result=full) for one in found.trainings])
+    shown, values = screen(lacking), plain(lacking)
+    assert shown.answer[0] == "No network is recommended for what does not fit in memory: fsdp."
+    assert [row[0] for row in shown.table] == ["fsdp"]
+    assert values["chosen"] == {"fsdp": None}
+    assert values["cheapest"] is None
 
 
 # --- what networks do to speeds -------------------------------------------------------------------
