@@ -305,12 +305,15 @@ def network(
 ) -> Network:
     """The switches and links that join `nodes` nodes with `cards` cards of `speed` each.
 
-    Without tiers it is a tree that blocks nothing. `ports` are those of a switch unless the fabric
-    says it. Raises OptionError where its tiers do not join them all.
+    Without tiers it is a tree that blocks nothing; with rails of which a switch joins all nodes it
+    has nothing above them, as data for other cards cross the node. `ports` are those of a switch
+    unless the fabric says it. Raises OptionError where its tiers do not join them all.
     """
     ports = (fabric and fabric.switch_ports) or ports
     tiers = pods(fabric, speed * cards, cards) if fabric else ()
     if not tiers or nodes <= tiers[0].nodes:
+        if fabric and fabric.rails and nodes <= ports:
+            return Network((math.ceil(cards / (ports // nodes)),), nodes * cards)
         return fat_tree(nodes * cards, ports)
     counts: list[int] = []
     links, most = nodes * cards, 0

@@ -111,7 +111,8 @@ class Tried:
 class Network:
     """A network that can be bought; `usd` and `watts` are those of a GPU, cards of nodes included.
 
-    `oversubscription` is None where no traffic passes uplinks of leaves. `share` is what the
+    `oversubscription` is None where no leaf needs uplinks: one switch joins all nodes, or all cards
+    of one rail. `share` is what the
     network is of all that is bought. `changes` of the cluster make it.
     """
 
@@ -140,7 +141,7 @@ class Network:
         """Such as `4 x 400G, 2:1`: cards of a node, and the oversubscription of leaves."""
         cards = f"{self.nics} x {self.card / _GIGABIT:.3g}G"
         if self.oversubscription is None:
-            return f"{cards}, {'one switch' if sum(self.tiers) == 1 else 'not blocking'}"
+            return f"{cards}, {'one switch' if sum(self.tiers) == 1 else 'no spines'}"
         return f"{cards}, {self.oversubscription:g}:1"
 
 
@@ -394,7 +395,7 @@ def _networks(
             "fabric.rails": str(rails).lower(),
             "inter.bandwidth": f"{nics * card / _GIGABIT:.12g} Gbit/s",
         }
-        one_switch = not fabric.leaf and cluster.nodes_per_site * nics <= ports
+        one_switch = not fabric.leaf and cluster.nodes_per_site * (1 if rails else nics) <= ports
         try:
             wired = _wired(case, cluster, changes, None if one_switch else ratio, costs, sold)
         except Co2simError as error:

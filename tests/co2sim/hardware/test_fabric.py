@@ -111,6 +111,15 @@ def test_more_nodes_than_two_tiers_join_are_refused() -> None:
         network(fabric, 257, 8, CARD, 64)
 
 
+@pytest.mark.parametrize("leaf", [None, Tier()])
+def test_rails_of_one_leaf_each_need_no_spine(leaf: Tier | None) -> None:
+    """32 nodes of 8 cards: two rails a switch of 64 ports, and no links but those of the cards."""
+    found = network(Fabric(leaf, switch_ports=64, rails=True), 32, 8, CARD, 64)
+    assert (found.tiers, found.links) == ((4,), 256)
+    above = network(Fabric(Tier(), switch_ports=64, rails=True), 33, 8, CARD, 64)
+    assert above.tiers == (16, 8)
+
+
 # --- hashed paths --------------------------------------------------------------------------------
 
 

@@ -90,12 +90,18 @@ def test_what_cannot_be_wired_is_left_out_and_said() -> None:
 
 def test_with_rails_each_card_of_a_node_has_its_own_leaf() -> None:
     """At 3:1 a leaf has 48 ports down: to 6 nodes of 8 cards, or to one card of 48 nodes."""
-    plain, rails = (
-        bench([case()], Tried(oversubscription=(3,), nics=(8,), rails=rails)).networks[0]
+    shared, railed = (
+        bench([case(gpus=768)], Tried(oversubscription=(3,), nics=(8,), rails=rails)).networks[0]
         for rails in (False, True)
     )
-    assert plain.tiers == (11, 3)
-    assert rails.tiers == (2 * 8, 4)
+    assert shared.tiers == (16, 4)
+    assert railed.tiers == (2 * 8, 4)
+
+
+def test_rails_of_which_a_switch_joins_all_nodes_have_no_spines() -> None:
+    """64 nodes on 8 switches of 64 ports, whatever the oversubscription."""
+    (only,) = bench([case()], Tried(nics=(8,), rails=True)).networks
+    assert (only.tiers, only.name) == ((8,), "8 x 400G, no spines")
 
 
 # --- which is chosen ------------------------------------------------------------------------------
