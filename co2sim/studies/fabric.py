@@ -22,6 +22,7 @@ from co2sim.hardware.fabric import Fabric
 from co2sim.prediction import power
 from co2sim.prediction.ownership import (
     HOUR,
+    SETS,
     Costs,
     Part,
     as_sold,
@@ -29,6 +30,7 @@ from co2sim.prediction.ownership import (
     machine,
     network_of,
     network_parts,
+    node_of,
     numbers,
     ownership,
     split,
@@ -44,9 +46,11 @@ BILLION = 1e9
 """Tokens that are trained where nothing else is said."""
 _VARIED = ("fabric.leaf.oversubscription", "fabric.spine.oversubscription")
 _LEAFLESS = ("fabric.placement", "fabric.share")
-"""Of a cluster with leaves only."""
+"""Of a cluster with leaves only, besides what is said of the leaves."""
 _SAME = 1e-9
 """Of a speed: what is no difference."""
+MOST_PORTS = 1024
+"""Of a switch: as `hardware.fabric.Ports`."""
 _GIGABIT: BytesPerSecond = 1e9 / 8
 
 
@@ -101,7 +105,7 @@ class Tried:
             if values is not None and len(set(values)) < len(values):
                 raise OptionError(f"{flag} has a value twice")
         if self.ports is not None:
-            whole("--ports", self.ports, 4, 1024)
+            whole("--ports", self.ports, 4, MOST_PORTS)
         between("--loses", self.loses, 0, 0.99)
         between("--years", self.years, 0.25, 20)
         between("--utilization", self.utilization, 0.001, 1)
@@ -319,11 +323,16 @@ def _compared(trainings: Sequence[Training]) -> list[Training]:
 
 
 def _overrides(case: Question, changes: Mapping[str, str]) -> dict[str, str]:
-    """Those of the case with those of a network: one without leaves has no placement."""
+    """Those of the case with those of a network: what leaves have goes where there are none."""
     kept = split(case.overrides)[1] | dict(changes)
     if "fabric.leaf.oversubscription" in changes:
         return kept
-    return {name: text for name, text in kept.items() if name not in _LEAFLESS}
+    return {name: text for name, text in kept.items() if not _of_leaves(name)}
+
+
+def _of_leaves(name: str) -> bool:
+    """Whether a cluster without leaves cannot have it."""
+    return name in _LEAFLESS or name.startswith("fabric.leaf.")
 
 
 def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
@@ -334,7 +343,11 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
         if name in case.overrides:
             raise OptionError(f"--set {name} is what --oversubscription varies; leave it out")
     owning, others = split(case.overrides)
-    base = replace(case, overrides={n: t for n, t in others.items() if n not in _LEAFLESS})
+    sold = replace(case, overrides=as_sold(others)).load()[0].value
+    _refuse_unknown(sold, owning)
+    rent = Rate(name="rent", value="1 USD/h", date="", source="nothing is rented")
+    costs = costs_of(numbers(sold, owning, rent))
+    base = _base(replace(case, overrides=others), sold, tried.ports or costs.switch_ports)
     cluster = base.load()[0].value
     if case.gpus is not None:
         if case.gpus % cluster.gpus_per_node:
@@ -344,16 +357,54 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
             )
         cluster = cluster.resized(case.gpus)
     if cluster.nodes_per_site == 1:
-        raise OptionError("one node needs no network between nodes; give --gpus of two or more")
-    rent = Rate(name="rent", value="1 USD/h", date="", source="nothing is rented")
-    costs = costs_of(numbers(cluster, owning, rent))
-    sold = replace(base, overrides=as_sold(base.overrides)).load()[0].value
-    networks, unwired = _networks(base, cluster, tried, costs, sold)
+        least = 2 * cluster.sites * cluster.gpus_per_node
+        raise OptionError(
+            f"one node needs no network between nodes; give --gpus of {least} or more"
+        )
+    leaves = {name: text for name, text in others.items() if name not in base.overrides}
+    shop = _Shop(base, cluster, tried, costs, sold, leaves)
+    networks, unwired = shop.networks()
     if not networks:
-        raise OptionError(f"no network can be wired: {unwired[0][0]}: {unwired[0][1]}")
+        name, reason = unwired[-1]
+        raise OptionError(
+            f"no network of switches with {shop.ports} ports can be wired; give --ports (up to"
+            f" {MOST_PORTS}), --rails, other --nics or fewer --gpus: {name}:"
+            f" {reason.partition(';')[0]}"
+        )
     return Bench(
         questions=cases, tried=tried, costs=costs, sold=sold, networks=networks, unwired=unwired
     )
+
+
+def _refuse_unknown(cluster: Cluster, owning: Mapping[str, str]) -> None:
+    """Raise OptionError that names all prices and powers that are lacking, and how to set them."""
+    lacking = power.missing(cluster)
+    sets = [power.sets(cluster, lacking)] if lacking else []
+    names = list(lacking)
+    if "node" not in owning and node_of(cluster) is None:
+        names.append(f"{SETS}node, the price of a GPU with its part of a node,")
+        sets.append(f"--set {SETS}node='36000 USD'")
+    if names:
+        are = "is" if len(names) == 1 else "are"
+        raise OptionError(f"{' and '.join(names)} {are} not known; give {' '.join(sets)}, say")
+
+
+def _base(case: Question, sold: Cluster, ports: int) -> Question:
+    """The job on a cluster whose leaves are still open: what is set of them is left out.
+
+    Unless the file of the cluster has leaves, or their nodes or spines are set: these stay. Raises
+    OptionError for what no leaf can have.
+    """
+    others = dict(case.overrides)
+    if (sold.fabric and sold.fabric.leaf) or "fabric.leaf.nodes" in others:
+        return case
+    if any(name.startswith("fabric.spine.") for name in others):
+        leaf = {"fabric.leaf.oversubscription": "1", "fabric.switch_ports": str(ports)}
+        return replace(case, overrides=leaf | others)
+    if any(map(_of_leaves, others)):
+        any_leaf = {"fabric.leaf.nodes": "1", "fabric.switch_ports": str(MOST_PORTS)}
+        replace(case, overrides=others | any_leaf).load()
+    return replace(case, overrides={n: t for n, t in others.items() if not _of_leaves(n)})
 
 
 def networks(
@@ -377,32 +428,86 @@ def networks(
     return made.answer(dict(enumerate(outcomes)), tokens, goal)
 
 
-def _networks(
-    case: Question, cluster: Cluster, tried: Tried, costs: Costs, sold: Cluster
-) -> tuple[list[Network], list[tuple[str, str]]]:
-    """Those that can be wired, and why others cannot; of equal ones the first."""
-    fabric = cluster.fabric or Fabric()
-    card = cluster.inter.bandwidth / cluster.cards
-    ports = tried.ports or fabric.switch_ports or costs.switch_ports
-    rails = fabric.rails if tried.rails is None else tried.rails
-    cards = sorted(tried.nics or _halved(cluster.cards), reverse=True)
-    made: dict[tuple[int, float | None], Network] = {}
-    unwired: list[tuple[str, str]] = []
-    for nics, ratio in product(cards, sorted(tried.oversubscription)):
-        changes = {
-            "fabric.switch_ports": str(ports),
-            "fabric.nics": str(nics),
-            "fabric.rails": str(rails).lower(),
-            "inter.bandwidth": f"{nics * card / _GIGABIT:.12g} Gbit/s",
-        }
-        one_switch = not fabric.leaf and cluster.nodes_per_site * (1 if rails else nics) <= ports
-        try:
-            wired = _wired(case, cluster, changes, None if one_switch else ratio, costs, sold)
-        except Co2simError as error:
-            unwired.append((f"{nics} x {card / _GIGABIT:.3g}G, {ratio:g}:1", str(error)))
-            continue
-        made.setdefault((nics, wired.oversubscription), wired)
-    return list(made.values()), unwired
+@dataclass(frozen=True)
+class _Shop:
+    """Where networks are bought: for the job of `case`, on `cluster`; `leaves` are set of them."""
+
+    case: Question
+    cluster: Cluster
+    tried: Tried
+    costs: Costs
+    sold: Cluster
+    leaves: Mapping[str, str]
+
+    @property
+    def ports(self) -> int:
+        """Of a switch."""
+        fabric = self.cluster.fabric
+        return self.tried.ports or (fabric and fabric.switch_ports) or self.costs.switch_ports
+
+    def networks(self) -> tuple[list[Network], list[tuple[str, str]]]:
+        """Those that can be wired, and why others cannot; of equal ones the first."""
+        cluster, tried = self.cluster, self.tried
+        fabric = cluster.fabric or Fabric()
+        card = cluster.inter.bandwidth / cluster.cards
+        rails = fabric.rails if tried.rails is None else tried.rails
+        cards = sorted(tried.nics or _halved(cluster.cards), reverse=True)
+        made: dict[tuple[int, float | None], Network] = {}
+        unwired: list[tuple[str, str]] = []
+        for nics, ratio in product(cards, sorted(tried.oversubscription)):
+            changes = {
+                "fabric.switch_ports": str(self.ports),
+                "fabric.nics": str(nics),
+                "fabric.rails": str(rails).lower(),
+                "inter.bandwidth": f"{nics * card / _GIGABIT:.12g} Gbit/s",
+            }
+            ends = cluster.nodes_per_site * (1 if rails else nics)
+            one_switch = not fabric.leaf and ends <= self.ports
+            try:
+                wired = self._wired(changes, None if one_switch else ratio)
+            except Co2simError as error:
+                unwired.append((f"{nics} x {card / _GIGABIT:.3g}G, {ratio:g}:1", str(error)))
+                continue
+            made.setdefault((nics, wired.oversubscription), wired)
+        return list(made.values()), unwired
+
+    def _wired(self, changes: Mapping[str, str], ratio: float | None) -> Network:
+        """A network with leaves of this oversubscription, and spines where leaves do not suffice.
+
+        Raises Co2simError for what cannot be wired.
+        """
+        leaf: dict[str, str] = {}
+        spine: dict[str, str] = {}
+        if ratio is not None:
+            leaf["fabric.leaf.oversubscription"] = f"{ratio:g}"
+            spine["fabric.spine.oversubscription"] = f"{ratio:g}"
+        has_spine = self.cluster.fabric is not None and self.cluster.fabric.spine is not None
+        for more in [leaf | spine] if has_spine else [leaf, leaf | spine]:
+            chosen = {**changes, **more}
+            leaves = self.leaves if more else {}
+            try:
+                made = replace(self.case, overrides={**self.case.overrides, **leaves, **chosen})
+                wired = made.load()[0].value.resized(self.cluster.layout.world_size)
+                bought = machine(wired, sold=self.sold)
+                counted = network_of(self.costs, bought)
+                break
+            except Co2simError:
+                if more != leaf or has_spine or ratio is None:
+                    raise
+        inside = ratio is None or wired.nodes_per_site <= wired.pods[0].nodes
+        parts = network_parts(self.costs, bought)
+        paid = ownership(self.costs, bought, 1, 1).paid
+        return Network(
+            nics=wired.cards,
+            card=wired.inter.bandwidth / wired.cards,
+            oversubscription=None if inside else ratio,
+            tiers=counted.tiers,
+            links=counted.links,
+            parts=parts,
+            gpus=wired.layout.world_size,
+            share=sum(part.usd for part in parts.values()) / paid,
+            changes=chosen,
+        )
 
 
 def _halved(cards: int) -> Iterable[int]:
@@ -410,45 +515,3 @@ def _halved(cards: int) -> Iterable[int]:
     while cards:
         yield cards
         cards //= 2
-
-
-def _wired(
-    case: Question,
-    cluster: Cluster,
-    changes: Mapping[str, str],
-    ratio: float | None,
-    costs: Costs,
-    sold: Cluster,
-) -> Network:
-    """A network with leaves of this oversubscription, and spines where leaves do not suffice.
-
-    Raises Co2simError for what cannot be wired.
-    """
-    leaf = {} if ratio is None else {"fabric.leaf.oversubscription": f"{ratio:g}"}
-    spine = {} if ratio is None else {"fabric.spine.oversubscription": f"{ratio:g}"}
-    has_spine = cluster.fabric is not None and cluster.fabric.spine is not None
-    gpus = cluster.layout.world_size
-    for more in [leaf | spine] if has_spine else [leaf, leaf | spine]:
-        chosen = {**changes, **more}
-        try:
-            made = replace(case, overrides={**case.overrides, **chosen})
-            wired = made.load()[0].value.resized(gpus)
-            bought = machine(wired, sold=sold)
-            counted = network_of(costs, bought)
-            break
-        except Co2simError:
-            if more != leaf or has_spine or ratio is None:
-                raise
-    inside = ratio is None or wired.nodes_per_site <= wired.pods[0].nodes
-    parts = network_parts(costs, bought)
-    return Network(
-        nics=wired.cards,
-        card=wired.inter.bandwidth / wired.cards,
-        oversubscription=None if inside else ratio,
-        tiers=counted.tiers,
-        links=counted.links,
-        parts=parts,
-        gpus=gpus,
-        share=sum(part.usd for part in parts.values()) / ownership(costs, bought, 1, 1).paid,
-        changes=chosen,
-    )

@@ -84,7 +84,7 @@ def test_what_cannot_be_wired_is_left_out_and_said() -> None:
     made = bench([case(gpus=64)], Tried(oversubscription=(1,), nics=(8, 1), ports=8))
     assert [network.nics for network in made.networks] == [1]
     assert [name for name, _ in made.unwired] == ["8 x 400G, 1:1"]
-    with pytest.raises(OptionError, match="no network can be wired"):
+    with pytest.raises(OptionError, match="no network of switches with 8 ports"):
         bench([case(gpus=128)], Tried(oversubscription=(1,), nics=(8,), ports=8))
 
 
@@ -102,6 +102,14 @@ def test_rails_of_which_a_switch_joins_all_nodes_have_no_spines() -> None:
     """64 nodes on 8 switches of 64 ports, whatever the oversubscription."""
     (only,) = bench([case()], Tried(nics=(8,), rails=True)).networks
     assert (only.tiers, only.name) == ((8,), "8 x 400G, no spines")
+
+
+def test_leaves_have_what_is_set_of_them_and_one_switch_has_not() -> None:
+    """The ports of a switch are those of the command, where none are set."""
+    made = bench([case(fabric__leaf__background="0.3")], Tried(oversubscription=(4,)))
+    leaves = [one.load()[0].value.fabric for one in made.cases]
+    found = [fabric and fabric.leaf and fabric.leaf.background for fabric in leaves]
+    assert found == [0.3, 0.3, 0.3, None]
 
 
 # --- which is chosen ------------------------------------------------------------------------------
