@@ -5,8 +5,9 @@ of pods: there its flows share with those of the others, max-min fairly. What a 
 when its collectives meet those of others, so that the others begin at random moments.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -21,14 +22,14 @@ from co2sim.hardware.fabric import Pod
 from co2sim.schedule.schedule import Collective, Group, Instance, Schedule
 from co2sim.simulation.costs import Crossing, costs_of, uplinks
 from co2sim.simulation.lowering import LoweredSchedule, Transfer, lower
-from co2sim.simulation.network import Network
+from co2sim.simulation.network import Flow, Network
 from co2sim.simulation.noise import QUIET
 from co2sim.simulation.reference_engine import Communicators, Simulation
 
 _ROUNDS = 6
 """Rounds of the slowest job that are measured."""
 _Span: TypeAlias = tuple[Seconds, Seconds]
-"""From when until when."""
+"""From when until when; infinity: it has not ended."""
 
 _MOST_LINKS = 512
 """Uplinks, or connections, that are simulated apart."""
@@ -99,6 +100,29 @@ class Shared:
         return max(round_ / alone for round_, alone in zip(self.rounds, self.alone, strict=True))
 
 
+class _Common(Network):
+    """The network of all jobs. Their rounds repeat: rates of transfers that met are remembered."""
+
+    def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
+        super().__init__(env, capacity)
+        self._resized: dict[Hashable, BytesPerSecond] = {}
+        self._remembered: dict[Hashable, dict[int, float]] = {}
+
+    def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
+        """Give a link another capacity from now on."""
+        self._resized[link] = capacity
+        super().resize(link, capacity)
+
+    def _rates(self, flows: Sequence[Flow]) -> Sequence[float]:
+        """Those of flows with the same loads are equal, in any order of them."""
+        loads = [id(flow.loads) for flow in flows]
+        key = tuple(sorted(loads)), frozenset(self._resized.items())
+        if key not in self._remembered:
+            self._remembered[key] = dict(zip(loads, super()._rates(flows), strict=True))
+        rates = self._remembered[key]
+        return [rates[one] for one in loads]
+
+
 class _View(Network):
     """The network as one job sees it: `renamed` are its transfers on the links of all."""
 
@@ -110,10 +134,11 @@ class _View(Network):
         """Start a transfer on the links of all, and note when it used uplinks."""
         env, done = self._all.env, on_done
         if any(map(_is_uplink, what.loads)):
-            begin = env.now + what.latency
+            index, begin = len(self.uses), env.now + what.latency
+            self.uses.append((begin, math.inf))
 
             def done() -> None:
-                self.uses.append((begin, env.now))
+                self.uses[index] = begin, env.now
                 on_done()
 
         self._all.transfer(self._renamed.get(id(what), what), done)
@@ -128,55 +153,34 @@ class _Links:
 
     Where paths are hashed, each uplink of a pod is a link, on which connections of a group stay; as
     many pods are there as have `_MOST_LINKS`, and a transfer is as slow as the slowest of its
-    connections. Else the uplinks of a pod are one link, and one pod stands for all.
+    connections. Else the uplinks of a pod are one link, and one pod stands for all. `renamed` are
+    the transfers of each job on these links, by their identity.
     """
 
-    def __init__(self, rngs: Sequence[np.random.Generator]) -> None:
-        self.capacity: dict[Hashable, BytesPerSecond] = {}
-        self._rngs = rngs
+    def __init__(
+        self, work: Sequence[LoweredSchedule], rngs: Sequence[np.random.Generator | None]
+    ) -> None:
+        """Of jobs; `rngs` draw the paths of those that hash them."""
+        self.capacity: dict[Hashable, BytesPerSecond] = {
+            (job, link): size
+            for job, lowered in enumerate(work)
+            for link, size in lowered.capacity.items()
+            if not _is_uplink(link)
+        }
+        self._paths: dict[tuple[int, Group, Pod], _Paths] = {}
+        for job, (lowered, rng) in enumerate(zip(work, rngs, strict=True)):
+            for _, group, crossing in _crossings(lowered):
+                key = job, group, crossing.pod
+                if key not in self._paths:
+                    self._paths[key] = self._draw(crossing, lowered.cluster, rng)
+        self._keep_fullest()
+        self.renamed = [self._rename(job, lowered) for job, lowered in enumerate(work)]
 
-    def rename(self, job: int, lowered: LoweredSchedule, *, hashed: bool) -> dict[int, Transfer]:
-        """The transfers of a job on the links of all, by their identity."""
-        for link, size in lowered.capacity.items():
-            if not _is_uplink(link):
-                self.capacity[job, link] = size
-        schedule, paths = lowered.schedule, dict[tuple[Group, Pod], _Paths]()
-        costs, renamed = costs_of(schedule, lowered.cluster), dict[int, Transfer]()
-        for index, transfers in zip(schedule.work_numbers, lowered.transfers, strict=True):
-            work, cost = schedule.works[index], costs[index]
-            if not (isinstance(work, Collective) and cost):
-                continue
-            on: dict[Pod, _Paths] = {}
-            for crossing in cost.tiers:
-                key = work.group, crossing.pod
-                if key not in paths:
-                    paths[key] = self._paths(crossing, lowered, self._rngs[job] if hashed else None)
-                on[crossing.pod] = paths[key]
-            for transfer in transfers:
-                if id(transfer) not in renamed:
-                    renamed[id(transfer)] = self._on_all(job, transfer, on)
-        return renamed
-
-    def _on_all(self, job: int, transfer: Transfer, paths: Mapping[Pod, "_Paths"]) -> Transfer:
-        """A transfer on the links of all; `paths` are those of its group, by pod."""
-        loads, copies = dict[Hashable, float](), dict[Hashable, int]()
-        for link, size in transfer.loads.items():
-            count = transfer.copies.get(link, 1)
-            if not (isinstance(link, tuple) and isinstance(link[0], Pod)):
-                loads[job, link], copies[job, link] = size, count
-                continue
-            on, of_pod = paths[link[0]]
-            for uplink, connections in on.items():
-                loads[uplink] = size * connections / of_pod
-                copies[uplink] = connections if of_pod > 1 else count
-        solo = max((size / self.capacity[link] for link, size in loads.items()), default=0.0)
-        return replace(transfer, loads=loads, copies=copies, solo=solo)
-
-    def _paths(
-        self, crossing: Crossing, lowered: LoweredSchedule, rng: np.random.Generator | None
+    def _draw(
+        self, crossing: Crossing, cluster: Cluster, rng: np.random.Generator | None
     ) -> "_Paths":
-        """Where the connections of a group leave pods; drawn if they are hashed."""
-        pod, cluster = crossing.pod, lowered.cluster
+        """Where the connections of a group leave pods."""
+        pod = crossing.pod
         name = "leaf" if pod.tier is pod.fabric.leaf else "spine"
         if rng is None:
             self.capacity[name] = uplinks(pod, cluster)
@@ -193,9 +197,71 @@ class _Links:
         self.capacity.update(dict.fromkeys(links, each))
         return links, crossing.flows * pod.switches
 
+    def _keep_fullest(self) -> None:
+        """Leave out uplinks that are never fuller than another one: they hold nobody back."""
+        shared = list(dict.fromkeys(link for on, _ in self._paths.values() for link in on))
+        full = np.array(
+            [
+                [on[link] / self.capacity[link] for on, _ in self._paths.values()]
+                for link in shared
+            ]
+        )
+        for index in set(range(len(shared))).difference(_undominated(full)):
+            del self.capacity[shared[index]]
+            for on, _ in self._paths.values():
+                del on[shared[index]]
+
+    def _rename(self, job: int, lowered: LoweredSchedule) -> dict[int, Transfer]:
+        """The transfers of a job that use uplinks, on the links of all."""
+        on = dict[int, dict[Pod, _Paths]]()
+        for index, group, crossing in _crossings(lowered):
+            on.setdefault(index, {})[crossing.pod] = self._paths[job, group, crossing.pod]
+        return {
+            id(transfer): self._on_all(job, transfer, on.get(index, {}))
+            for index, transfers in enumerate(lowered.transfers)
+            for transfer in transfers
+        }
+
+    def _on_all(self, job: int, transfer: Transfer, paths: Mapping[Pod, "_Paths"]) -> Transfer:
+        """A transfer on the links of all; `paths` are those of its group, by pod."""
+        loads, copies = dict[Hashable, float](), dict[Hashable, int]()
+        for link, size in transfer.loads.items():
+            count = transfer.copies.get(link, 1)
+            if not (isinstance(link, tuple) and isinstance(link[0], Pod)):
+                loads[job, link], copies[job, link] = size, count
+                continue
+            on, of_pod = paths[link[0]]
+            for uplink, connections in on.items():
+                loads[uplink] = size * connections / of_pod
+                copies[uplink] = connections if of_pod > 1 else count
+        solo = max((size / self.capacity[link] for link, size in loads.items()), default=0.0)
+        return replace(transfer, loads=loads, copies=copies, solo=solo)
+
 
 _Paths: TypeAlias = tuple[Counter[Hashable], int]
 """Uplinks, with how many connections each has, and how many a pod has in all."""
+
+
+def _crossings(lowered: LoweredSchedule) -> Iterator[tuple[int, Group, Crossing]]:
+    """The ops whose groups cross pods, by their place in the body, and how they cross."""
+    schedule, costs = lowered.schedule, costs_of(lowered.schedule, lowered.cluster)
+    for index, number in enumerate(schedule.work_numbers):
+        work, cost = schedule.works[number], costs[number]
+        if isinstance(work, Collective) and cost:
+            for crossing in cost.tiers:
+                yield index, work.group, crossing
+
+
+def _undominated(rows: NDArray[np.float64]) -> list[int]:
+    """The first of equal rows, of those than which no other one is as large everywhere."""
+    if not len(rows):
+        return []
+    different, firsts = np.unique(rows, axis=0, return_index=True)
+    kept: list[int] = []
+    for index in np.argsort(-different.sum(axis=1), kind="stable").tolist():
+        if not (different[kept] >= different[index]).all(axis=1).any():
+            kept.append(index)
+    return [int(firsts[index]) for index in kept]
 
 
 def _is_uplink(link: Hashable) -> bool:
@@ -219,6 +285,7 @@ class _Job(Simulation):
     ) -> None:
         self._view, self._begin = view, begin
         super().__init__(lowered, env)
+        self.all_ended = env.event()
 
     def _make_communicators(self) -> Communicators:
         return _Communicators(self.env, self.lowered, self._view)
@@ -227,6 +294,13 @@ class _Job(Simulation):
         if self._begin:
             yield self.env.timeout(self._begin)
         yield from super()._stream(index, instances)
+        if self.ended == len(self.spans[0].ends):
+            self.all_ended.succeed()
+
+    def rounds(self) -> NDArray[np.float64]:
+        """When those ended that have."""
+        ends = self.times()[1][:, 0].reshape(self.lowered.rounds, -1).max(axis=1)
+        return ends[~np.isnan(ends)]
 
 
 @dataclass(slots=True)
@@ -294,37 +368,38 @@ class Meeting:
         """Of each job: a round in the mean, and parts of the time that it meets others and uses."""
         jobs = [self.jobs[index] for index in indices]
         env = simpy.Environment()
-        links = _Links([np.random.default_rng([self.seed, draw, 1 + index]) for index in indices])
         work = [job.lowered(count) for job, count in zip(jobs, counts, strict=True)]
-        renamed = [
-            links.rename(index, lowered, hashed=job.hashed)
-            for index, (job, lowered) in enumerate(zip(jobs, work, strict=True))
-        ]
-        network = Network(env, links.capacity)
-        views = [_View(network, job, transfers) for job, transfers in enumerate(renamed)]
+        links = _Links(
+            work,
+            [
+                np.random.default_rng([self.seed, draw, 1 + index]) if job.hashed else None
+                for index, job in zip(indices, jobs, strict=True)
+            ],
+        )
+        network = _Common(env, links.capacity)
+        views = [_View(network, job, renamed) for job, renamed in enumerate(links.renamed)]
         running = [
             _Job(lowered, env, view, begin)
             for lowered, view, begin in zip(work, views, begins, strict=True)
         ]
         for simulation in running:
             simulation.begin()
-        env.run()
-        ends = [
-            simulation.times()[1][:, 0].reshape(count, -1).max(axis=1)
-            for simulation, count in zip(running, counts, strict=True)
-        ]
-        return _figures(ends, [view.uses for view in views])
+        env.run(env.any_of([simulation.all_ended for simulation in running]))
+        return _figures(
+            [simulation.rounds() for simulation in running],
+            [view.uses for view in views],
+            until=env.now,
+        )
 
 
 def _figures(
-    ends: Sequence[NDArray[np.float64]], uses: Sequence[Sequence[_Span]]
+    ends: Sequence[NDArray[np.float64]], uses: Sequence[Sequence[_Span]], until: Seconds
 ) -> list[tuple[Seconds, float, float]]:
     """Of jobs whose rounds end at these times, while all of them run, and after they have begun."""
-    until = min(float(end[-1]) for end in ends)
     since = max(float(end[min(2, len(end) // 3)]) for end in ends)
     figures = []
     for job, end in enumerate(ends):
-        inside = end[(end >= since) & (end <= until)]
+        inside = end[end >= since]
         others = [span for other, spans in enumerate(uses) if other != job for span in spans]
         figures.append(
             (

@@ -183,12 +183,15 @@ class Network:
                 new = [flow for flow in self._users[link] if flow not in affected]
                 affected.update(dict.fromkeys(new))
                 queue.extend(new)
-        loads, copies = [flow.loads for flow in affected], [flow.copies for flow in affected]
-        rates = max_min_rates(loads, self._now, copies)
-        for flow, rate in zip(affected, rates, strict=True):
+        for flow, rate in zip(affected, self._rates(list(affected)), strict=True):
             if rate != flow.rate:
                 flow.advance(self.env.now)
                 self._set_rate(flow, rate)
+
+    def _rates(self, flows: Sequence[Flow]) -> Sequence[float]:
+        """The rates of flows that share no link with any other."""
+        loads, copies = [flow.loads for flow in flows], [flow.copies for flow in flows]
+        return max_min_rates(loads, self._now, copies)
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         flow.rate = rate
