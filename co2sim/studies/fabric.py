@@ -42,6 +42,8 @@ from co2sim.prediction.totals import DAY, tokens_of, totals_of
 from co2sim.studies.grid import strategy_title
 from co2sim.studies.run_all import Outcome, run_all
 
+OFF = 0.18
+"""Mean error of published speeds over networks in which flows meet: docs/validation.md."""
 BILLION = 1e9
 """Tokens that are trained where nothing else is said."""
 _VARIED = ("fabric.leaf.oversubscription", "fabric.spine.oversubscription")
@@ -54,26 +56,26 @@ MOST_PORTS = 1024
 _GIGABIT: BytesPerSecond = 1e9 / 8
 
 
-def _list(read: type[int] | type[float]) -> Reader:
-    """Numbers between commas, in the order that they are written in."""
-    each = convert.whole if read is int else convert.number
+def _ratios(name: str, text: str) -> tuple[float, ...]:
+    """Numbers between commas, in the order that they are written in: 3 or 3:1."""
+    parts = (part.strip().removesuffix(":1") for part in text.split(","))
+    return tuple(convert.number(name, part) for part in parts)
 
-    def numbers_of(name: str, text: str) -> tuple[float, ...]:
-        return tuple(each(name, part.strip()) for part in text.split(","))
 
-    return Reader(numbers_of, "N,N")
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    return tuple(convert.whole(name, part.strip()) for part in text.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
     """Which networks, and what is made of them. Raises OptionError for what is out of range."""
 
-    oversubscription: Annotated[tuple[float, ...], _list(float)] = option(
+    oversubscription: Annotated[tuple[float, ...], Reader(_ratios, "N,N")] = option(
         (1.0, 2.0, 4.0, 8.0),
         "Bandwidth of the nodes of a leaf over that of its uplinks: 1,2,4,8.",
         "fabric",
     )
-    nics: Annotated[tuple[int, ...] | None, _list(int)] = option(
+    nics: Annotated[tuple[int, ...] | None, Reader(_counts, "N,N")] = option(
         None,
         "Network cards of a node, each as fast as those of the cluster; default: as many as it"
         " has, halved down to 1.",
@@ -106,9 +108,17 @@ class Tried:
                 raise OptionError(f"{flag} has a value twice")
         if self.ports is not None:
             whole("--ports", self.ports, 4, MOST_PORTS)
-        between("--loses", self.loses, 0, 0.99)
         between("--years", self.years, 0.25, 20)
-        between("--utilization", self.utilization, 0.001, 1)
+        _percent("--loses", self.loses, 0, 0.99)
+        _percent("--utilization", self.utilization, 0.001, 1)
+
+
+def _percent(flag: str, share: float, least: float, most: float) -> None:
+    if not least <= share <= most:
+        example = "; write 5% or 0.05" if share > 1 else ""
+        raise OptionError(
+            f"{flag} is {100 * share:g}%; it must be {100 * least:g}% to {100 * most:g}%{example}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +126,14 @@ class Network:
     """A network that can be bought; `usd` and `watts` are those of a GPU, cards of nodes included.
 
     `oversubscription` is None where no leaf needs uplinks: one switch joins all nodes, or all cards
-    of one rail. `share` is what the
+    of one rail. `leaf` are the nodes of a leaf, all of them there. `share` is what the
     network is of all that is bought. `changes` of the cluster make it.
     """
 
     nics: int
     card: BytesPerSecond
     oversubscription: float | None
+    leaf: int
     tiers: tuple[int, ...]
     links: int
     parts: Mapping[str, Part]
@@ -171,10 +182,16 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Networks:
-    """All networks, and every strategy on each; those that cannot be wired, and why."""
+    """Networks with every strategy on each, of `planned` that can be wired; why others cannot.
+
+    `cards` and `gpus_per_node` are those of the cluster.
+    """
 
     tried: Tried
     gpus: int
+    gpus_per_node: int
+    cards: int
+    planned: int
     networks: Sequence[Network]
     unwired: Sequence[tuple[str, str]]
     trainings: Sequence[Training]
@@ -212,6 +229,20 @@ class Networks:
             self.networks, key=lambda network: (-network.nics, network.oversubscription or 0.0)
         )
 
+    @property
+    def better(self) -> str:
+        """The name of the network with more than `full` that cannot be wired; empty without one."""
+        most = max(self.tried.nics or [self.cards])
+        ends = f"{most} x ", f", {min(self.tried.oversubscription):g}:1"
+        name = self.unwired[0][0] if self.unwired else ""
+        return name if name.startswith(ends[0]) and name.endswith(ends[1]) else ""
+
+    @property
+    def near(self) -> int:
+        """Trainings that would lose as much as they may if what they lose is off by `OFF`."""
+        most = self.tried.loses
+        return sum(abs(most - trained.lost) <= OFF * trained.lost for trained in self.trainings)
+
 
 # --- which networks there are ---------------------------------------------------------------------
 
@@ -223,6 +254,7 @@ class Bench:
     questions: Sequence[Question]
     tried: Tried
     costs: Costs
+    cluster: Cluster
     sold: Cluster
     networks: Sequence[Network]
     unwired: Sequence[tuple[str, str]]
@@ -257,6 +289,9 @@ class Bench:
         return Networks(
             tried=self.tried,
             gpus=self.networks[0].gpus,
+            gpus_per_node=self.cluster.gpus_per_node,
+            cards=self.cluster.cards,
+            planned=len(self.networks),
             networks=[self.networks[row] for row in rows],
             unwired=self.unwired,
             trainings=_compared(trainings),
@@ -372,7 +407,13 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
             f" {reason.partition(';')[0]}"
         )
     return Bench(
-        questions=cases, tried=tried, costs=costs, sold=sold, networks=networks, unwired=unwired
+        questions=cases,
+        tried=tried,
+        costs=costs,
+        cluster=cluster,
+        sold=sold,
+        networks=networks,
+        unwired=unwired,
     )
 
 
@@ -501,6 +542,7 @@ class _Shop:
             nics=wired.cards,
             card=wired.inter.bandwidth / wired.cards,
             oversubscription=None if inside else ratio,
+            leaf=wired.nodes_per_site if inside else wired.pods[0].nodes,
             tiers=counted.tiers,
             links=counted.links,
             parts=parts,

@@ -23,7 +23,7 @@ from co2sim.report.text.answer import (
 )
 from co2sim.report.text.screen import Screen
 from co2sim.report.text.totals import short
-from co2sim.studies.fabric import BILLION, Network, Networks, Training
+from co2sim.studies.fabric import BILLION, OFF, Network, Networks, Training
 
 _HERE = "*"
 _MILLION = 1e6
@@ -45,6 +45,12 @@ def screen(answer: Networks, goal: Goal = NO_GOAL) -> Screen:
     ]
     results = [trained.result for trained in chosen]
     misfits = any(not result.fits_in_memory for result in results)
+    learning, turns, network = learning_row(entries, goal), _turns(answer), _tried(answer)
+    stay = [
+        *learning,
+        *(turns if _scattered(answer) else []),
+        *([network] if answer.better else []),
+    ]
     return Screen(
         answer=[*_sentences(answer), setup([job(answer, goal)], results)],
         columns=[*_COLUMNS, *(["memory"] if misfits else [])],
@@ -61,23 +67,21 @@ def screen(answer: Networks, goal: Goal = NO_GOAL) -> Screen:
             results=results,
         ),
         rows=[
-            *learning_row(entries, goal),
-            ("network", _tried(answer)),
-            *_unwired(answer),
-            ("turns", _turns(answer)),
+            *stay,
+            *(row for row in (network, *_unwired(answer), *turns) if row not in stay),
             ("counted", _counted(answer)),
             ("batch", batch_row(results)),
         ],
-        least=1,
+        least=len(stay),
     )
 
 
 _COLUMNS = (
     "strategy",
     "network",
+    "leaf",
     "loses",
     "USD/GPU",
-    "of cluster",
     "saves",
     "time",
     "USD",
@@ -89,9 +93,9 @@ def _row(answer: Networks, trained: Training, name: str) -> list[str]:
     return [
         name,
         network.name,
+        counted(network.leaf, "node"),
         _lost(trained),
         f"{network.usd:,.0f}",
-        _percent(network.share),
         _short((answer.full.usd - network.usd) * answer.gpus),
         _time(trained),
         _usd(trained),
@@ -101,20 +105,29 @@ def _row(answer: Networks, trained: Training, name: str) -> list[str]:
 def _sentences(answer: Networks) -> Iterator[str]:
     names = labels(answer.strategies)
     chosen: dict[str, list[str]] = {}
-    misfits: list[str] = []
+    misfits: dict[str, str] = {}
     for strategy in answer.strategies:
         trained = answer.chosen(strategy)
         if trained.result.fits_in_memory:
             name = f"{trained.network.name} ({trained.network.usd:,.0f} USD a GPU)"
             chosen.setdefault(name, []).append(names[strategy])
         else:
-            misfits.append(names[strategy])
-    networks = ", and ".join(f"{name} for {' and '.join(of)}" for name, of in chosen.items())
+            misfits[names[strategy]] = trained.result.misfit.lower()
+    said = []
     if chosen:
-        loses = _percent(answer.tried.loses)
-        yield f"The cheapest network that loses at most {loses} of the speed is {networks}."
+        networks = ", and ".join(f"{name} for {' and '.join(of)}" for name, of in chosen.items())
+        loses, which = _percent(answer.tried.loses), counted(answer.planned, "network")
+        if (ran := len(answer.networks)) < answer.planned:
+            said.append("Not all networks were simulated.")
+            which = f"{ran:,} of {which}"
+        said.append(
+            f"Of {which} the cheapest that loses at most {loses} of the best speed is {networks}."
+        )
     if misfits:
-        yield f"No network is recommended for what does not fit in memory: {', '.join(misfits)}."
+        verdicts = " or ".join(sorted(set(misfits.values())))
+        lacking = ", ".join(misfits)
+        said.append(f"No network is recommended for what {verdicts} in memory: {lacking}.")
+    yield " ".join(said)
     best = answer.cheapest
     if best is None or best.usd is None:
         if chosen:
@@ -131,6 +144,8 @@ def job(answer: Networks, goal: Goal) -> str:
     trained = answer.trainings[0]
     result, case = trained.result, trained.case
     amount = f"{short(answer.tokens or BILLION)} {result.unit}s"
+    if answer.tokens is None:
+        amount += " (default)"
     if answer.tokens is None and goal.steps is not None:
         amount = f"{goal.steps:,} steps of ddp"
     others = {n: t for n, t in split(case.overrides)[1].items() if n not in trained.network.changes}
@@ -139,14 +154,30 @@ def job(answer: Networks, goal: Goal) -> str:
     return f"{amount} of {result.model} on {where}{f', with {changed}' if changed else ''}"
 
 
-def _tried(answer: Networks) -> str:
-    costs = sorted(network.usd for network in answer.networks)
-    ports = answer.full.changes["fabric.switch_ports"]
-    return (
-        f"{len(answer.networks)} of cards, links and switches with {ports} ports, {costs[0]:,.0f}"
-        f" to {costs[-1]:,.0f} USD a GPU; {answer.full.name} costs"
-        f" {_money(answer.full.usd * answer.gpus)}, {_percent(answer.full.share)} of the cluster"
-    )
+def _tried(answer: Networks) -> tuple[str, str]:
+    """What networks cost, and what others are compared with."""
+    costs, full = sorted(network.usd for network in answer.networks), answer.full
+    whole = f"{_money(full.usd * answer.gpus)}, {_percent(full.share)} of the cluster"
+    said = [
+        f"{costs[0]:,.0f} to {costs[-1]:,.0f} USD a GPU",
+        f"saves: beside {full.name} ({whole})",
+    ]
+    if answer.better:
+        ways = "--ports" if full.changes["fabric.rails"] == "true" else "--rails or --ports"
+        ports = full.changes["fabric.switch_ports"]
+        said.append(f"{answer.better} cannot be wired with {ports} ports a switch: try {ways}")
+    elif full.nics != answer.cards:
+        said.append(f"the cluster has {answer.cards} cards a node")
+    gpus = answer.gpus_per_node
+    if uneven := [n for n in answer.tried.nics or () if gpus % n and n % gpus]:
+        shared = " or ".join(map(str, uneven))
+        said.append(f"{gpus} GPUs are taken to share {shared} cards evenly")
+    if answer.near:
+        of = f"{answer.near} of {counted(len(answer.trainings), 'case')}"
+        loses = _percent(answer.tried.loses)
+        off = f"as such predictions are {_percent(OFF)} off"
+        said.append(f"{of} may lose more or less than {loses}, {off}")
+    return "network", "; ".join(said)
 
 
 def _unwired(answer: Networks) -> list[tuple[str, str]]:
@@ -158,16 +189,24 @@ def _unwired(answer: Networks) -> list[tuple[str, str]]:
     return [("left out", f"{count} cannot be wired, such as {name}: {reason}")]
 
 
-def _turns(answer: Networks) -> str:
-    cases = [trained.case for trained in answer.trainings]
-    fabrics = [fabric for case in cases if (fabric := case.load()[0].value.fabric)]
-    if any(fabric.placement == "scattered" or fabric.paths == "hashed" for fabric in fabrics):
-        return "packed jobs on spread paths lose less, as their rings cross a leaf once"
-    return (
-        "rings of packed jobs cross a leaf once, and lose to oversubscription only where its"
-        " uplinks have less than a node; scattered ones (--set fabric.placement=scattered) and"
-        " hashed paths (fabric.paths=hashed) lose more"
-    )
+def _scattered(answer: Networks) -> bool:
+    """Whether neighbours stand anywhere, or paths are hashed."""
+    fabrics = [trained.case.load()[0].value.fabric for trained in answer.trainings]
+    return any(its and (not its.packed or its.paths == "hashed") for its in fabrics)
+
+
+def _turns(answer: Networks) -> list[tuple[str, str]]:
+    """What other leaves would do; nothing where no network has uplinks."""
+    if all(network.oversubscription is None for network in answer.networks):
+        return []
+    if _scattered(answer):
+        text = "packed jobs on spread paths lose less, as their rings cross a leaf once"
+    else:
+        text = (
+            "rings of packed jobs cross a leaf once; scattered ones (--set"
+            " fabric.placement=scattered) and hashed paths (--set fabric.paths=hashed) lose more"
+        )
+    return [("turns", text)]
 
 
 def _counted(answer: Networks) -> str:
@@ -186,6 +225,7 @@ def print_details(out: Console, answer: Networks) -> None:
     rows = [
         [
             network.name,
+            f"{network.leaf:,}",
             " + ".join(f"{count:,}" for count in network.tiers),
             f"{network.links:,}",
             *(f"{network.parts[n].usd:,.0f}" if n in network.parts else "0" for n in names),
@@ -196,8 +236,19 @@ def print_details(out: Console, answer: Networks) -> None:
         for network in answer.networks
     ]
     heads = [f"{name}, USD" for name in names]
-    columns = ["network", "switches", "links", *heads, "USD/GPU", "of cluster", "W/GPU"]
-    print_table(out, f"networks of {counted(answer.gpus, 'GPU')}", columns, rows, left=1)
+    ports = answer.full.changes["fabric.switch_ports"]
+    title = f"networks of {counted(answer.gpus, 'GPU')}, of switches with {ports} ports"
+    columns = [
+        "network",
+        "leaf",
+        "switches",
+        "links",
+        *heads,
+        "USD/GPU",
+        "of cluster",
+        "W/GPU",
+    ]
+    print_table(out, title, columns, rows, left=1)
     for strategy in answer.strategies:
         here = answer.chosen(strategy)
         recommended = here if here.result.fits_in_memory else None
@@ -236,6 +287,7 @@ def plain(answer: Networks) -> dict[str, Any]:
         "years": answer.tried.years,
         "utilization": answer.tried.utilization,
         "full": answer.full.name,
+        "planned": answer.planned,
         "networks": [_plain_network(network) for network in answer.networks],
         "not_wired": [{"network": name, "why": reason} for name, reason in answer.unwired],
         "trainings": [_plain_training(trained) for trained in answer.trainings],
