@@ -57,18 +57,20 @@ def chart(answer: Networks, goal: Goal = NO_GOAL) -> Any:
     named = {row["network"]: row for row in sorted(rings, key=itemgetter("time"))}
     lines = alt.Chart(data(front)).mark_line(strokeWidth=2).encode(x=x, y=y, color=colour)
     marks = alt.Chart(data(rings)).mark_point(filled=False, size=320, color=TEXT, strokeWidth=1.5)
-    words = alt.Chart(data([*named.values()])).mark_text(dy=-20, color=TEXT, fontSize=11)
+    words = alt.Chart(data([*named.values()])).encode(x=x, y=y, text="network:N")
     loses = f"{100 * answer.tried.loses:.3g} %"
-    signs = [f"Rings: the cheapest network that loses at most {loses}", "lines join the fronts"]
+    signs = [f"rings: the cheapest network that loses at most {loses}"] if rings else []
+    signs += ["lines join the fronts"]
     signs += [] if all(row["fits"] for row in rows) else ["hollow: does not fit in memory"]
     title = alt.TitleParams(
         wrap(job(answer, goal), _WIDTH // _LETTER), subtitle="; ".join(signs), anchor="middle"
     )
     return alt.layer(
         lines,
+        words.mark_text(dy=-20, fontSize=11, stroke="white", strokeWidth=5, strokeJoin="round"),
         *fit_points(rows, {"x": x, "y": y, "color": colour, "shape": shape}, size=60),
         marks.encode(x=x, y=y),
-        words.encode(x=x, y=y, text="network:N"),
+        words.mark_text(dy=-20, fontSize=11, color=TEXT),
         title=title,
         width=_WIDTH,
         height=HEIGHT + 60,
@@ -76,10 +78,10 @@ def chart(answer: Networks, goal: Goal = NO_GOAL) -> Any:
 
 
 def _axis(rows: Rows, field: str, title: str) -> Any:
-    """A log axis of what all rows have."""
+    """A log axis of what all rows have, which says so."""
     kind = alt.X if field == "usd" else alt.Y
     axis = alt.Axis(values=log_ticks(row[field] for row in rows), format=",~r")
-    return kind(f"{field}:Q", title=title, scale=scale_of(log=True), axis=axis)
+    return kind(f"{field}:Q", title=f"{title} (log scale)", scale=scale_of(log=True), axis=axis)
 
 
 _UNITS = (
