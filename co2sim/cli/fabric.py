@@ -1,5 +1,6 @@
 """`co2sim fabric`: how cheap a network may be, for each strategy."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -92,18 +93,21 @@ def _show(
     full: bool,
     as_json: bool,
 ) -> None:
-    """Write the picture, and print."""
+    """Print, then write the picture, which may end the process where memory is short."""
     answer = made.answer(outcomes, tokens, goal)
+    if as_json:
+        print_json(plain(answer))
+    else:
+        more = output.more(full=full, files=[], report=False)
+        print_screen(screen(answer, goal), more, whole=full)
+        if full:
+            print_lines(console(), "")
+            print_details(console(), answer)
     if figure:
+        sys.stdout.flush()
         from co2sim.report.chart_style import picture  # noqa: PLC0415 - of an extra
         from co2sim.report.fabric_chart import chart  # noqa: PLC0415 - as above
 
         write_atomically({figure: picture(chart(answer, goal), figure.suffix[1:], columns=3)})
-    if as_json:
-        print_json(plain(answer))
-        return
-    more = output.more(full=full, files=[figure], report=False)
-    print_screen(screen(answer, goal), more, whole=full)
-    if full:
-        print_lines(console(), "")
-        print_details(console(), answer)
+        if not as_json:
+            print(f"figure   {figure}")

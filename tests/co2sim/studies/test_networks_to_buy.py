@@ -353,3 +353,19 @@ def test_the_picture_is_drawn(cli: Command, tmp_path: Path) -> None:
         content = path.read_bytes()
         assert content.startswith(start)
         assert kind == "png" or b"zeropp" in content
+
+
+def test_the_answer_is_there_where_the_picture_fails(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drawing that ends the process takes no answer with it."""
+    pytest.importorskip("altair")
+
+    def fails(*_: object, **__: object) -> bytes:
+        raise OptionError("no memory")
+
+    monkeypatch.setattr("co2sim.report.chart_style.picture", fails)
+    words = (*HERE, "-g", "64", "-s", "ddp", "--nics", "8", "--jobs", "1")
+    ended = cli(*words, "--figure", str(tmp_path / "networks.png"))
+    assert ended.out.startswith("Of 1 network the cheapest")
+    assert (ended.code, ended.err) == (2, "error: no memory\n")
