@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -19,7 +20,7 @@ import pytest
 from commands import Command, in_process
 from places import ROOT
 
-from co2sim.cli import scale
+from co2sim.cli import main, scale
 from co2sim.common.errors import OptionError
 from co2sim.prediction import driver
 from co2sim.prediction.published import RunCell, SpeedComparison
@@ -293,6 +294,27 @@ main()
 
 
 @pytest.mark.slow
+class _Interrupted(ModuleType):
+    """A module whose import control-C ends."""
+
+    def __getattr__(self, _: str) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_control_c_while_modules_load_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before there is a command that could say more."""
+    name = "co2sim.common.cli"
+    monkeypatch.setitem(sys.modules, name, _Interrupted(name))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (
+        130,
+        "interrupted; nothing was written\n",
+    )
+
+
 @pytest.mark.parametrize(("how", "word"), [("SIGINT", "interrupted"), ("SIGTERM", "terminated")])
 def test_control_c_and_sigterm_keep_what_is_done(tmp_path: Path, how: str, word: str) -> None:
     """A study ends with 130 or 143 and one line; its table holds the cases that were done."""
