@@ -32,10 +32,10 @@ _Span: TypeAlias = tuple[Seconds, Seconds]
 """From when until when; infinity: it has not ended."""
 
 _MOST_LINKS = 512
-"""Uplinks, or connections, that are simulated apart."""
+"""Uplinks, or connections, that are drawn apart; of those only the fullest are simulated."""
 
 _MOST = 1_000_000
-"""Ops that are simulated at most in all draws, or in one: about a minute."""
+"""Ops that are simulated at most in all draws, or in one: 30 to 60 s, hashed paths or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,17 @@ class Shared:
         return max(round_ / alone for round_, alone in zip(self.rounds, self.alone, strict=True))
 
 
-class _Common(Network):
-    """The network of all jobs. Their rounds repeat: rates of transfers that met are remembered."""
+class SharedNetwork(Network):
+    """The network of all jobs. Their rounds repeat: rates of flows that met are remembered.
+
+    Those of transfers in proportion are in proportion as well: a `_Shape` stands for them all.
+    """
 
     def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
         super().__init__(env, capacity)
         self._resized: dict[Hashable, BytesPerSecond] = {}
-        self._remembered: dict[Hashable, dict[int, float]] = {}
+        self._shapes: dict[int, _Shape] = {}
+        self._remembered: dict[Hashable, dict[_Shape, float]] = {}
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give a link another capacity from now on."""
@@ -114,13 +118,41 @@ class _Common(Network):
         super().resize(link, capacity)
 
     def _rates(self, flows: Sequence[Flow]) -> Sequence[float]:
-        """Those of flows with the same loads are equal, in any order of them."""
-        loads = [id(flow.loads) for flow in flows]
-        key = tuple(sorted(loads)), frozenset(self._resized.items())
+        """Those of flows of the same shape are equal, but for their sizes, in any order."""
+        shapes = [self._shape(flow) for flow in flows]
+        key = frozenset(Counter(shapes).items()), frozenset(self._resized.items())
         if key not in self._remembered:
-            self._remembered[key] = dict(zip(loads, super()._rates(flows), strict=True))
-        rates = self._remembered[key]
-        return [rates[one] for one in loads]
+            kept = self._fullest([flow.loads for flow in flows])
+            few = [
+                replace(flow, loads={link: flow.loads[link] for link in kept if link in flow.loads})
+                for flow in flows
+            ]
+            self._remembered[key] = {
+                shape: rate / flow.solo_rate
+                for shape, flow, rate in zip(shapes, flows, super()._rates(few), strict=True)
+            }
+        parts = self._remembered[key]
+        return [parts[shape] * flow.solo_rate for shape, flow in zip(shapes, flows, strict=True)]
+
+    def _shape(self, flow: Flow) -> "_Shape":
+        """Transfers outlive the network, so that their loads keep their identity."""
+        if id(flow.loads) not in self._shapes:
+            self._shapes[id(flow.loads)] = frozenset(
+                (link, flow.copies.get(link, 1), float(f"{size * flow.solo_rate:.9g}"))
+                for link, size in flow.loads.items()
+            )
+        return self._shapes[id(flow.loads)]
+
+    def _fullest(self, loads: Sequence[Mapping[Hashable, float]]) -> list[Hashable]:
+        """Links without those that are never fuller than another one: they hold nobody back."""
+        links = list(dict.fromkeys(link for one in loads for link in one))
+        full = np.array([[one.get(link, 0.0) for one in loads] for link in links])
+        full /= np.array([[self._now[link]] for link in links])
+        return [links[index] for index in _undominated(full)]
+
+
+_Shape: TypeAlias = frozenset[tuple[Hashable, int, float]]
+"""Links of a flow, the flows that it stands for there, and its bytes/s where it is alone."""
 
 
 class _View(Network):
@@ -141,7 +173,7 @@ class _View(Network):
                 self.uses[index] = begin, env.now
                 on_done()
 
-        self._all.transfer(self._renamed.get(id(what), what), done)
+        self._all.transfer(self._renamed[id(what)], done)
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give one of the job's links another capacity from now on."""
@@ -201,10 +233,7 @@ class _Links:
         """Leave out uplinks that are never fuller than another one: they hold nobody back."""
         shared = list(dict.fromkeys(link for on, _ in self._paths.values() for link in on))
         full = np.array(
-            [
-                [on[link] / self.capacity[link] for on, _ in self._paths.values()]
-                for link in shared
-            ]
+            [[on[link] / self.capacity[link] for on, _ in self._paths.values()] for link in shared]
         )
         for index in set(range(len(shared))).difference(_undominated(full)):
             del self.capacity[shared[index]]
@@ -300,7 +329,8 @@ class _Job(Simulation):
     def rounds(self) -> NDArray[np.float64]:
         """When those ended that have."""
         ends = self.times()[1][:, 0].reshape(self.lowered.rounds, -1).max(axis=1)
-        return ends[~np.isnan(ends)]
+        done: NDArray[np.float64] = ends[~np.isnan(ends)]
+        return done
 
 
 @dataclass(slots=True)
@@ -356,7 +386,7 @@ class Meeting:
 
     def _alone(self, index: int, draw: int) -> Seconds:
         """A round of a job alone, on the paths of a draw."""
-        return self._simulate([index], [0.0], draw, [2 * _ROUNDS])[0][0]
+        return self._simulate([index], [0.0], draw, [_ROUNDS])[0][0]
 
     def _simulate(
         self,
@@ -376,7 +406,7 @@ class Meeting:
                 for index, job in zip(indices, jobs, strict=True)
             ],
         )
-        network = _Common(env, links.capacity)
+        network = SharedNetwork(env, links.capacity)
         views = [_View(network, job, renamed) for job, renamed in enumerate(links.renamed)]
         running = [
             _Job(lowered, env, view, begin)

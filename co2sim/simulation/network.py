@@ -177,9 +177,12 @@ class Network:
     def _share(self, seeds: Iterable[Flow]) -> None:
         """Set the rates of all flows that share links with `seeds`, directly or through others."""
         affected = dict.fromkeys(seeds)
-        queue = list(affected)
+        queue, links = list(affected), set[Hashable]()
         while queue:
             for link in queue.pop().loads:
+                if link in links:
+                    continue
+                links.add(link)
                 new = [flow for flow in self._users[link] if flow not in affected]
                 affected.update(dict.fromkeys(new))
                 queue.extend(new)

@@ -1,8 +1,10 @@
 """Jobs that share uplinks: what they lose is what links that are full leave them."""
 
+from collections.abc import Generator, Hashable, Mapping
 from statistics import fmean
 
 import pytest
+import simpy
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +13,11 @@ from co2sim.common.errors import OptionError
 from co2sim.hardware.cluster import Cluster, Link
 from co2sim.hardware.fabric import Fabric, Tier
 from co2sim.schedule.schedule import WORLD, Collective, Compute, DType, Kind, Op, Schedule
-from co2sim.simulation.beside import Meeting, Sharer
+from co2sim.simulation import beside
+from co2sim.simulation.beside import Meeting, SharedNetwork, Sharer
 from co2sim.simulation.costs import cost_of
+from co2sim.simulation.lowering import Transfer
+from co2sim.simulation.network import Network
 
 SIZE = 1_000_000
 
@@ -95,6 +100,58 @@ def test_jobs_meet_on_single_uplinks_where_paths_are_hashed() -> None:
     assert one.worst == pytest.approx(2)
     assert other.slowdown == pytest.approx(one.slowdown)
     assert min(one.rounds) >= min(one.alone) * (1 - 1e-9)
+
+
+SIZES = st.dictionaries(st.sampled_from("abcde"), st.integers(1, 3), min_size=1)
+"""Connections of a transfer on each of its links."""
+
+
+@given(st.lists(SIZES, min_size=1, max_size=4), st.lists(st.integers(0, 30), max_size=12))
+def test_links_that_hold_nobody_back_and_rates_that_recur_change_nothing(
+    shapes: list[dict[str, int]], begins: list[int]
+) -> None:
+    """Transfers of a few shapes in two sizes end as on a network that solves them all."""
+    transfers = [
+        Transfer({link: size * n for link, n in on.items()}, on, 0.0, max(on.values()) * size / 1e3)
+        for on in shapes
+        for size in (1e3, 2e3)
+    ]
+
+    def ends(network_type: type[Network]) -> list[float]:
+        env, done = simpy.Environment(), [0.0] * len(begins)
+        network = network_type(env, dict.fromkeys("abcde", 1e3))
+
+        def begin(index: int) -> Generator[simpy.Event]:
+            yield env.timeout(begins[index] / 7)
+            network.transfer(
+                transfers[index % len(transfers)],
+                lambda: done.__setitem__(index, env.now),
+            )
+
+        for index in range(len(begins)):
+            env.process(begin(index))
+        env.run()
+        return done
+
+    assert ends(SharedNetwork) == pytest.approx(ends(Network), rel=1e-6)
+
+
+def test_only_uplinks_that_can_hold_a_job_back_are_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 32 in eight pods a job alone has one that is as full as any: the others are left out."""
+    networks = list[Mapping[Hashable, float]]()
+
+    class Noted(SharedNetwork):
+        def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, float]) -> None:
+            networks.append(capacity)
+            super().__init__(env, capacity)
+
+    monkeypatch.setattr(beside, "SharedNetwork", Noted)
+    fabric = Fabric(Tier(4, 1.0), share=0.25, paths="hashed", flows=8)
+    on = tiny.cluster(8, 1, inter=Link(1e9, 0.0), fabric=fabric)
+    Meeting([Sharer(repeated(EXCHANGE), on, "bf16")], draws=1).run()
+    assert [sum(link[0] == "leaf" for link in links) for links in networks] == [1, 1]
 
 
 def test_more_ops_than_can_be_simulated_are_refused() -> None:
