@@ -126,14 +126,14 @@ class Network:
     """A network that can be bought; `usd` and `watts` are those of a GPU, cards of nodes included.
 
     `oversubscription` is None where no leaf needs uplinks: one switch joins all nodes, or all cards
-    of one rail. `leaf` are the nodes of a leaf, all of them there. `share` is what the
+    of one rail. `leaf_nodes` are those of a leaf, all of them there. `share` is what the
     network is of all that is bought. `changes` of the cluster make it.
     """
 
     nics: int
     card: BytesPerSecond
     oversubscription: float | None
-    leaf: int
+    leaf_nodes: int
     tiers: tuple[int, ...]
     links: int
     parts: Mapping[str, Part]
@@ -542,7 +542,7 @@ class _Shop:
             nics=wired.cards,
             card=wired.inter.bandwidth / wired.cards,
             oversubscription=None if inside else ratio,
-            leaf=wired.nodes_per_site if inside else wired.pods[0].nodes,
+            leaf_nodes=wired.nodes_per_site if inside else wired.pods[0].nodes,
             tiers=counted.tiers,
             links=counted.links,
             parts=parts,

@@ -93,7 +93,7 @@ def _row(answer: Networks, trained: Training, name: str) -> list[str]:
     return [
         name,
         network.name,
-        counted(network.leaf, "node"),
+        counted(network.leaf_nodes, "node"),
         _lost(trained),
         f"{network.usd:,.0f}",
         _short((answer.full.usd - network.usd) * answer.gpus),
@@ -225,7 +225,7 @@ def print_details(out: Console, answer: Networks) -> None:
     rows = [
         [
             network.name,
-            f"{network.leaf:,}",
+            f"{network.leaf_nodes:,}",
             " + ".join(f"{count:,}" for count in network.tiers),
             f"{network.links:,}",
             *(f"{network.parts[n].usd:,.0f}" if n in network.parts else "0" for n in names),
@@ -287,7 +287,8 @@ def plain(answer: Networks) -> dict[str, Any]:
         "years": answer.tried.years,
         "utilization": answer.tried.utilization,
         "full": answer.full.name,
-        "planned": answer.planned,
+        "networks_planned": answer.planned,
+        "near_what_may_be_lost": answer.near,
         "networks": [_plain_network(network) for network in answer.networks],
         "not_wired": [{"network": name, "why": reason} for name, reason in answer.unwired],
         "trainings": [_plain_training(trained) for trained in answer.trainings],

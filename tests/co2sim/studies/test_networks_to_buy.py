@@ -139,7 +139,7 @@ def answer_of(priced: Sequence[tuple[float, float]], loses: float) -> Networks:
             nics=1,
             card=50e9,
             oversubscription=float(number),
-            leaf=1,
+            leaf_nodes=1,
             tiers=(1,),
             links=1,
             parts={"links": Part(usd, 0.0)},
@@ -220,7 +220,7 @@ def test_an_answer_of_some_networks_says_of_how_many_it_is() -> None:
     """As where others failed, or after control-C."""
     found = replace(answer_of([(1, 1), (2, 1)], 0.05), planned=7)
     assert screen(found).answer[0].startswith("Not all networks were simulated. Of 2 of 7 networks")
-    assert plain(found)["planned"] == 7
+    assert plain(found)["networks_planned"] == 7
 
 
 def test_losses_are_near_where_their_error_would_turn_them() -> None:
