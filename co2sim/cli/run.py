@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options, output
-from co2sim.common.cli import print_json
+from co2sim.common.cli import keeping, print_json
 from co2sim.common.errors import OptionError
 from co2sim.common.files import write_atomically
 from co2sim.common.tables import console, print_lines
@@ -30,8 +30,7 @@ from co2sim.report.text.launch import aside, launch_text, print_launch
 from co2sim.report.text.memory import print_step_memory
 from co2sim.report.text.result import print_details, print_evidence, print_verdicts
 from co2sim.report.text.screen import print_screen
-from co2sim.studies.beside import Beside, read_beside
-from co2sim.studies.beside import beside as jobs_beside
+from co2sim.studies.beside import Beside, Together, file_and_count, read_beside
 
 
 @options.one_case
@@ -71,7 +70,8 @@ _Others = Annotated[
     typer.Option(
         metavar="FILE[:N]",
         help="Add what the job and N others on the same fabric lose to each other: a TOML file of"
-        " options (model, strategy, gpus, ...), or one that a trainer reads. Repeatable.",
+        " options (model, gpus, ...; strategy is ddp unless it says another), or"
+        " one that a trainer reads. Repeatable.",
     ),
 ]
 
@@ -97,10 +97,21 @@ def run(  # noqa: PLR0913 - one argument per option
     With several strategies --json prints a list.
     """
     check("--report", report)
-    others = [other for text in beside or () for other in read_beside(text, cases[0])]
+    others = [
+        (file_and_count(text)[0], other)
+        for text in beside or ()
+        for other in read_beside(text, cases[0])
+    ]
+    files = [file for file, _ in others]
+    meetings = [
+        Together.of(
+            [case, *(other for _, other in others)], ["", *(f"--beside {file}" for file in files)]
+        )
+        for case in cases
+        if others
+    ]
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
-    shared = [jobs_beside([case, *others]) if others else [] for case in cases]
     trainer = options.trainer_read(context)
     screen = of_strategies(cases, results, goal, tokens, judged, trainer)
     if report:
@@ -109,6 +120,7 @@ def run(  # noqa: PLR0913 - one argument per option
         write_atomically({report: output.study_page(study)})
     if json_:
         more = {"evidence": evidence, "memory": memory}
+        shared = [meeting.meet() for meeting in meetings] or [[] for _ in cases]
         _print_json(
             cases, results, judged, goal, tokens, shared, **more, launch=trainer if launch else None
         )
@@ -121,8 +133,10 @@ def run(  # noqa: PLR0913 - one argument per option
         elif memory:
             print_lines(console(), "")
             print_step_memory(results, list(map(StepMemory.of, cases, results)))
-        for jobs in filter(None, shared):
-            print_beside(jobs)
+        sys.stdout.flush()
+        for meeting in meetings:
+            with keeping("without what jobs beside each other lose"):
+                print_beside(meeting.meet(), files)
         if evidence:
             print_lines(console(), "")
             for case, result in zip(cases, results, strict=True):

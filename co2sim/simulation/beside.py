@@ -349,6 +349,8 @@ class Meeting:
         counts = [round((2 * _ROUNDS + 1) * max(first) / alone) + 2 for alone in first]
         draws = min(self.draws, max(1, _MOST // self._check(counts)))
         alone, drawn = [first], list[list[tuple[Seconds, float, float]]]()
+        if self.progress:
+            self.progress(0, draws)
         for draw in range(draws):
             rng = np.random.default_rng([self.seed, draw])
             begins = [0.0, *(rng.uniform(0, seconds) for seconds in first[1:])]

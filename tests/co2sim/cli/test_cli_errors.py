@@ -28,6 +28,11 @@ FILES = {
     "twice.json": '{"model_type": "gpt2", "extra": {"a": 1, "b": 2, "a": 1}}',
     "empty.toml": " \n",
     "job.toml": 'model = "gpt2-small"\ngpus = 16\n',
+    "modle.toml": 'modle = "gpt2-small"\n',
+    "gpus.toml": "gpus = 16\n",
+    "batch.toml": 'model = "gpt2-small"\ngpus = 16\nmicro_batch = 0\n',
+    "nodes.toml": 'model = "gpt2-small"\ngpus = 12\n',
+    "overrides.toml": 'model = "gpt2-small"\noverrides = 3\n',
     "odd.toml": 'model = "gpt2-small"\nspeed = 3\n',
 }
 

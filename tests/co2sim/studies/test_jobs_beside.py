@@ -1,6 +1,7 @@
 """Jobs that share a fabric: what a file says of them, where they stand, and what each loses."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from commands import Command
 import co2sim
 from co2sim import Question
 from co2sim.common.errors import OptionError
-from co2sim.studies.beside import read_beside
+from co2sim.simulation.beside import Meeting, Shared
+from co2sim.studies.beside import Together, read_beside
 
 FABRIC = {"fabric.leaf.nodes": "4", "fabric.leaf.oversubscription": "16"}
 JOB = Question(
@@ -56,3 +58,70 @@ def test_json_has_what_each_job_loses(cli: Command, tmp_path: Path) -> None:
     jobs = json.loads(ended.out)["beside"]
     assert [job["gpus"] for job in jobs] == [64, 64]
     assert jobs[0]["lost"] > 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "parts"),
+    [(4, (64, 64), (2, 2)), (4, (64, 16, 16), (2, 1, 1)), (5, (8, 8, 8), (1, 1, 1))],
+)
+def test_jobs_have_whole_nodes_of_a_leaf_and_no_more_than_it_has(
+    nodes: int, gpus: tuple[int, ...], parts: tuple[int, ...]
+) -> None:
+    """At least one each, equal jobs the same."""
+    on = {**FABRIC, "fabric.leaf.nodes": str(nodes)}
+    jobs = [replace(JOB, model="gpt2-small", gpus=count, overrides=on) for count in gpus]
+    sharers = Together.of(jobs).sharers
+    assert tuple(sharer.cluster.pods[0].ours for sharer in sharers) == parts
+
+
+def test_more_jobs_than_a_leaf_has_nodes_are_refused() -> None:
+    """Each has one of every leaf at least."""
+    with pytest.raises(OptionError, match="5 jobs beside each other on leaves of 4 nodes"):
+        Together.of([JOB] * 5)
+
+
+def test_the_part_of_the_speed_is_that_of_the_time_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rounds of 2 s that take 4 and 2.5: half and a fifth; of 2 that take 2: nothing, and so on."""
+    rounds = ([2.0, 2.0], [4.0, 2.5]), ([2.0, 2.0], [2.0, 1.9])
+    shared = [Shared(tuple(alone), tuple(taken), 0.1, 0.2) for alone, taken in rounds]
+    monkeypatch.setattr(Meeting, "run", lambda _: shared)
+    together = Together.of([JOB, JOB])
+    one, other = replace(together, steps=[2.0, 2.0]).meet()
+    assert (one.lost, one.worst) == (pytest.approx(0.35), pytest.approx(0.5))
+    assert one.error == pytest.approx(0.15)
+    assert other.lost == pytest.approx((0 - 0.1 / 1.9) / 2)
+    assert (one.draws, one.leaf_nodes) == (2, 2)
+
+
+SETS = [part for name, text in FABRIC.items() for part in ("--set", f"{name}={text}")]
+LINE = [*shlex.split("run -c dgx-h100 -m gpt2-xl -s ddp -g 64 --micro-batch 1"), *SETS]
+
+
+def test_the_table_says_which_job_is_of_which_file(cli: Command, tmp_path: Path) -> None:
+    """Numbers tell equal jobs apart, and the number of draws is said."""
+    path = tmp_path / "other.toml"
+    path.write_text('model = "gpt2-xl"\ngpus = 16\nmicro_batch = 1\n')
+    ended = cli(*LINE, "--beside", f"{path}:2")
+    assert ended.code == 0
+    assert f"2, 3: {path}" in ended.out
+    assert "(draws: 8)" in ended.out
+    assert [line[:1] for line in ended.out.splitlines() if "GPT-2" in line][-3:] == ["1", "2", "3"]
+
+
+def test_the_answer_is_there_before_others_are_simulated(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt leaves the first screen, and says what is not there."""
+    path = tmp_path / "other.toml"
+    path.write_text('model = "gpt2-xl"\ngpus = 64\nmicro_batch = 1\n')
+
+    def interrupt(_: Meeting) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Meeting, "run", interrupt)
+    ended = cli(*LINE, "--beside", str(path))
+    assert ended.code == 130
+    assert "ddp on 64 GPUs" in ended.out
+    assert "beside" in ended.err
