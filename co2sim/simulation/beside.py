@@ -34,6 +34,10 @@ _Span: TypeAlias = tuple[Seconds, Seconds]
 _MOST_LINKS = 512
 """Uplinks, or connections, that are drawn apart; of those only the fullest are simulated."""
 
+_ENOUGH, _CERTAIN = 4, 1e-3
+"""Draws that suffice where the mean of a round has at most this standard error, as a part of it: a
+figure is shown with a digit behind the percent."""
+
 _MOST = 1_000_000
 """Ops that are simulated at most in all draws, or in one: 30 to 60 s, hashed paths or not."""
 
@@ -144,9 +148,9 @@ class SharedNetwork(Network):
         return self._shapes[id(flow.loads)]
 
     def _fullest(self, loads: Sequence[Mapping[Hashable, float]]) -> list[Hashable]:
-        """Links without those that are never fuller than another one: they hold nobody back."""
-        links = list(dict.fromkeys(link for one in loads for link in one))
-        full = np.array([[one.get(link, 0.0) for one in loads] for link in links])
+        """Links without those that are never fuller than another one: none is slower for them."""
+        links = list(dict.fromkeys(link for on in loads for link in on))
+        full = np.array([[on.get(link, 0.0) for on in loads] for link in links])
         full /= np.array([[self._now[link]] for link in links])
         return [links[index] for index in _undominated(full)]
 
@@ -230,7 +234,7 @@ class _Links:
         return links, crossing.flows * pod.switches
 
     def _keep_fullest(self) -> None:
-        """Leave out uplinks that are never fuller than another one: they hold nobody back."""
+        """Leave out uplinks that are never fuller than another one: none is slower for them."""
         shared = list(dict.fromkeys(link for on, _ in self._paths.values() for link in on))
         full = np.array(
             [[on[link] / self.capacity[link] for on, _ in self._paths.values()] for link in shared]
@@ -274,8 +278,8 @@ _Paths: TypeAlias = tuple[Counter[Hashable], int]
 def _crossings(lowered: LoweredSchedule) -> Iterator[tuple[int, Group, Crossing]]:
     """The ops whose groups cross pods, by their place in the body, and how they cross."""
     schedule, costs = lowered.schedule, costs_of(lowered.schedule, lowered.cluster)
-    for index, number in enumerate(schedule.work_numbers):
-        work, cost = schedule.works[number], costs[number]
+    for index, kind in enumerate(schedule.work_numbers):
+        work, cost = schedule.works[kind], costs[kind]
         if isinstance(work, Collective) and cost:
             for crossing in cost.tiers:
                 yield index, work.group, crossing
@@ -335,7 +339,10 @@ class _Job(Simulation):
 
 @dataclass(slots=True)
 class Meeting:
-    """Jobs beside each other, simulated `draws` times with other moments at which they begin."""
+    """Jobs beside each other, simulated with other moments at which they begin: `draws` of them.
+
+    Fewer suffice where paths are spread and draws hardly differ, or where there are very many ops.
+    """
 
     jobs: Sequence[Sharer]
     draws: int = 8
@@ -348,21 +355,27 @@ class Meeting:
         first = [self._alone(index, 0) for index in range(len(self.jobs))]
         counts = [round((2 * _ROUNDS + 1) * max(first) / alone) + 2 for alone in first]
         draws = min(self.draws, max(1, _MOST // self._check(counts)))
-        alone, drawn = [first], list[list[tuple[Seconds, float, float]]]()
-        if self.progress:
-            self.progress(0, draws)
+        hashed = any(job.hashed for job in self.jobs)
+        alone, drawn = list[list[Seconds]](), list[list[tuple[Seconds, float, float]]]()
         for draw in range(draws):
+            if self.progress:
+                self.progress(draw, draws)
             rng = np.random.default_rng([self.seed, draw])
             begins = [0.0, *(rng.uniform(0, seconds) for seconds in first[1:])]
             drawn.append(self._simulate(range(len(self.jobs)), begins, draw, counts))
-            if draw:
-                hashed = [
-                    self._alone(index, draw) if job.hashed else first[index]
+            alone.append(
+                [
+                    self._alone(index, draw) if draw and job.hashed else first[index]
                     for index, job in enumerate(self.jobs)
                 ]
-                alone.append(hashed)
-            if self.progress:
-                self.progress(draw + 1, draws)
+            )
+            longer = np.array(drawn)[:, :, 0] / np.array(alone)
+            if (
+                not hashed
+                and draw + 1 >= _ENOUGH
+                and (longer.std(0) <= _CERTAIN * math.sqrt(draw)).all()
+            ):
+                break
         return [
             Shared(
                 tuple(each[n] for each in alone),

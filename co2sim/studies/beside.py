@@ -31,7 +31,7 @@ _MOST = 8
 class Beside:
     """What becomes of a job where others share its fabric.
 
-    `step_time_s` is its step where it has `leaf_nodes` of each leaf, and nobody else is there.
+    `step_time_s` is its step where it has `leaf_nodes` of each leaf, without the others.
     `lost` is the part of its speed that it loses, in the mean over the draws, with the standard
     `error` of that (None for a single draw), and `worst` in the worst of them. Both may be
     negative, by as much as the times of steps are uncertain. `uses` is the part of the time in

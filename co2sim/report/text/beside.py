@@ -12,7 +12,7 @@ def print_beside(jobs: Sequence[Beside], files: Sequence[str]) -> None:
     print_lines(out, "")
     rows = [
         [
-            f"{number}",
+            str(row),
             f"{job.model}, {job.name}",
             f"{job.gpus:,}",
             f"{job.leaf_nodes}",
@@ -22,7 +22,7 @@ def print_beside(jobs: Sequence[Beside], files: Sequence[str]) -> None:
             f"{job.uses:.0%}",
             f"{job.meets:.0%}",
         ]
-        for number, job in enumerate(jobs, 1)
+        for row, job in enumerate(jobs, 1)
     ]
     columns = [
         "",
@@ -40,13 +40,13 @@ def print_beside(jobs: Sequence[Beside], files: Sequence[str]) -> None:
     )
     print_table(out, title, columns, rows, 2, after=False)
     for file in dict.fromkeys(files):
-        numbers = [str(number) for number, other in enumerate(files, 2) if other == file]
-        print_lines(out, f"{', '.join(numbers)}: {file}")
+        those = [str(row) for row, other in enumerate(files, 2) if other == file]
+        print_lines(out, f"{', '.join(those)}: {file}")
     print_lines(out, *_LEGEND, "")
 
 
 _LEGEND = (
-    "step alone: on its nodes of each leaf, with nobody else on the uplinks",
+    "step alone: on its nodes of each leaf, without the others",
     "speed lost: mean of the draws, with its standard error; at worst: largest of them",
     "uplinks used: part of the time in which it sends; with others: they do as well",
 )

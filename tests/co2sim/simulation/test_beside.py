@@ -154,6 +154,16 @@ def test_only_uplinks_that_can_hold_a_job_back_are_simulated(
     assert [sum(link[0] == "leaf" for link in links) for links in networks] == [1, 1]
 
 
+def test_draws_end_where_they_do_not_differ() -> None:
+    """Four of jobs that always communicate; all eight of those that meet on one uplink or not."""
+    job = Sharer(repeated(EXCHANGE), cluster(), "bf16")
+    assert len(Meeting([job, job]).run()[0].rounds) == 4
+    fabric = Fabric(Tier(2, 1.0), share=0.5, paths="hashed", flows=1)
+    on = tiny.cluster(2, 1, inter=Link(1e9, 0.0), fabric=fabric)
+    hashed = Sharer(repeated(EXCHANGE), on, "bf16")
+    assert len(Meeting([hashed, hashed]).run()[0].rounds) == 8
+
+
 def test_more_ops_than_can_be_simulated_are_refused() -> None:
     """A job of very short rounds beside one of long ones."""
     short = Sharer(repeated(compute(1e-7)), cluster(), "bf16")
