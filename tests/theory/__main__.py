@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from analysis.convergence.bound import TERMS
 from co2sim.common.plots import COLOURS, GRID, STYLE, render
-from theory import clipping, controls, grid, oracle
+from theory import clipping, controls, fragments, grid, oracle
 from theory.cells import Cells, Check, table
 
 LAYERS = {
@@ -23,6 +23,7 @@ LAYERS = {
     "grid": grid.checks,
     "controls": controls.checks,
     "clipping": clipping.checks,
+    "fragments": fragments.checks,
 }
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.convergence import bound
+from analysis.convergence import bound, late_averages
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.setting import Outcome, RunSize, Setting, Variants
 from theory import __main__ as command
-from theory import clipping, controls, grid, oracle
+from theory import clipping, controls, fragments, grid, oracle
 from theory.cells import Cells, Check
 from theory.clipping import MUTATIONS, Floor, Form, Genes, Tally
 from theory.exact_moments import by_hand
@@ -120,6 +120,26 @@ def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @slow
+@pytest.mark.parametrize(("name", "kind"), [("_matrix_norm", "edge"), ("_windows", "apart")])
+def test_a_wrong_constant_of_fragments_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """With half of omega^2, or of the sums of windows, runs exceed what is said; else none does."""
+    batches = [(kind, seed, {"edge": 100, "apart": 20}[kind]) for seed in range(3)]
+    right = getattr(late_averages, name)
+    assert not sum(fragments.measure(*batch).above.total() for batch in batches)
+
+    def wrong(*arguments: Any) -> Any:
+        value = right(*arguments)
+        return tuple(each / 2 for each in value) if kind == "apart" else value * math.sqrt(0.5)
+
+    monkeypatch.setattr(late_averages, name, wrong)
+    late_averages._nu.cache_clear()
+    above = sum(fragments.measure(*batch).above.total() for batch in batches)
+    late_averages._nu.cache_clear()
+    assert above
+
+
 def test_chance_is_decided_by_more_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What exceeds the bound is run again with eight times the seeds, three times at most."""
     right = bound.evaluate

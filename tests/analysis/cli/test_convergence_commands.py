@@ -142,6 +142,7 @@ def test_bound_takes_setting_constants_and_residual_of_a_training(
         ("--delay=2rounds", {"delay": 2}),
         ("--delay=8steps --convex", {"late": co2(8), "convex": True}),
         ("--delay=3 --keep=0.5 --predict=0.25", {"late": Late(steps=3, keep=0.5, predict=0.25)}),
+        ("--delay=2 --fragments=4", {"late": replace(co2(2), fragments=4)}),
         (
             "--heterogeneity=0.3 --outer-step=0.5 --momentum=0.25 --penalty=2",
             {"heterogeneity": 0.3, "outer_step": 0.5, "momentum": 0.25, "penalty": 2.0},
@@ -170,6 +171,28 @@ def test_bound_is_that_of_the_setting_that_is_meant(
         assert found["mean_over_all_steps"] == pytest.approx(
             expected.total * late.counted(8) / (8 * late.keep)
         )
+
+
+def test_a_strategy_says_rounds_and_averages(co2analysis: Command) -> None:
+    """The same answer as of the options; fragments stand beside the model as one."""
+    rest = ("--inner-step", "0.001")
+    told = answer(
+        co2analysis, *BOUND[:-2], "--strategy", "co2:tau=8,delay=2,fragments=4,keep=0.5", *rest
+    )
+    assert told == answer(
+        co2analysis, *BOUND, "--delay", "2", "--fragments", "4", "--keep", "0.5", *rest
+    )
+    late = Late(steps=8, keep=0.5, predict=0.5)
+    whole = evaluated(replace(SETTING, inner_step=0.001, late=late))
+    assert told["fragments"]["whole_delay_steps"] == 8
+    assert told["fragments"]["whole_bound"]["total"] == pytest.approx(whole.total)
+    for strategy, tau_, delay in (
+        ("local_sgd:tau=8", 8, "0"),
+        ("co2.published:tau=8", 8, "1 round"),
+    ):
+        told = answer(co2analysis, *BOUND[:-2], "-s", strategy, *rest)
+        words = ("--local-steps", str(tau_), "--delay", delay)
+        assert told == answer(co2analysis, *BOUND[:-2], *words, *rest)
 
 
 def test_without_a_step_the_best_is_taken(co2analysis: Command) -> None:
@@ -328,6 +351,8 @@ def test_late_strategies() -> None:
     assert tau.late_of(parse("co2.published")) is None
     given = tau.late_of(parse("co2:tau=12,delay=3,keep=0.5,predict=0.25"))
     assert given == Late(steps=3, keep=0.5, predict=0.25)
+    parts = parse("co2:tau=12,delay=3,fragments=4,keep=1")
+    assert tau.late_of(parts) == Late(steps=3, fragments=4)
     open_ = parse("co2:tau=12,delay=3")
     keep, predict = open_.kept()
     assert tau.late_of(open_) == Late(steps=3, keep=keep, predict=predict)
@@ -435,6 +460,7 @@ def test_verify_runs_problems_with_the_constants_of_the_setting(change: dict[str
         ((), {}),
         (("--delay", "0", "--momentum", "0.5"), {"delay": 0, "momentum": 0.5}),
         (("--delay", "3", "--heterogeneity", "4"), {"late": co2(3), "heterogeneity": 4.0}),
+        (("--delay", "1", "--fragments", "8"), {"late": replace(co2(1), fragments=8)}),
         (("--most-penalty", "1.5"), {"most_penalty": 1.5}),
     ],
 )

@@ -286,6 +286,27 @@ def test_every_step_counts_once(data: st.DataObject) -> None:
     np.testing.assert_allclose(ended, steps, rtol=1e-6 * 2**6)
 
 
+@given(st.data())
+def test_training_ends_at_the_mean_of_workers_where_the_gain_is_one(data: st.DataObject) -> None:
+    """Without momentum the last averages move no mean: wherever it ends, whatever is kept.
+
+    So a bound of the mean after the last step is one of the model that is saved.
+    """
+    tau = data.draw(st.integers(1, 8))
+    late = {"delay": data.draw(st.integers(1, tau)), "fragments": data.draw(st.integers(1, tau))}
+    model = network()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    keep = data.draw(st.floats(0.1, 1))
+    trained = co2_of(model, optim, tau=tau, **late, keep=keep, outer_lr=1.0, outer_momentum=0.0)
+    for step in range(data.draw(st.integers(1, 3 * tau + 2))):
+        loss(model, 0, step).backward()
+        optim.step()
+        optim.zero_grad()
+    mean = vector(model)
+    trained.finish()
+    assert torch.allclose(vector(model), mean, rtol=0, atol=1e-6)
+
+
 def test_a_last_step_of_size_zero_moves_nothing() -> None:
     """An average that is used at the end replaces no step that was not taken since its launch."""
     for delay in (2, 6, 12):
