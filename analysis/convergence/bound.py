@@ -114,7 +114,7 @@ def drift(setting: Setting) -> float:
 def load(setting: Setting) -> float:
     """L eta + 2 L omega. The theorem holds where it is below 1. Proportional to gamma.
 
-    Source: docs/theory.md, bound.
+    Source: docs/theory.md, averages late by whole rounds.
     """
     by_gradients, _ = gap_constants(setting)
     return setting.smoothness * (setting.virtual_step + 2 * by_gradients)
@@ -138,7 +138,7 @@ def outside(setting: Setting, load: float) -> Infeasible | None:
 def evaluate(setting: Setting) -> Bound | Infeasible:
     """The four terms, or why there are none.
 
-    Source: docs/theory.md, bound, and docs/theory-proofs.md, steps 2 to 5.
+    Source: docs/theory.md, averages late by whole rounds, and docs/theory-proofs.md, steps 2 to 5.
     """
     taken = load(setting)
     if infeasible := outside(setting, taken):
@@ -201,7 +201,7 @@ def rate_step(setting: Setting, scale: float) -> Setting:
 
     `scale` = sqrt(2 Delta/(L sigma^2)) makes the optimization and the noise term least together.
 
-    Source: docs/theory.md, rate form.
+    Source: docs/theory.md, averages late by whole rounds, rate.
     """
     eta = scale * math.sqrt(setting.workers / (setting.rounds * setting.local_steps))
     unit = replace(setting, inner_step=1.0).virtual_step

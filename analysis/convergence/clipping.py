@@ -2,7 +2,7 @@
 
 `with_residual` needs what a run recorded, `with_noise` and `without_noise` only the clip and the
 largest partial derivative, and `floor` is what no step size gets below. Theorems and their proofs:
-docs/theory.md, clipping.
+docs/theory-proofs.md, proofs for clipping.
 """
 
 import math
@@ -34,7 +34,7 @@ class Constants:
 def constants(setting: Setting, decay: float = 0.0) -> Constants:
     """The constants of `with_residual`, for a running mean of the residual or, with 0, itself.
 
-    Source: docs/theory.md, any momentum error.
+    Source: docs/theory-proofs.md, theorem 1.
     """
     by_gradients, by_noise = bound.gap_constants(setting)
     tau = setting.local_steps
@@ -75,7 +75,7 @@ def with_residual(setting: Setting, residual: float, *, decay: float = 0.0) -> B
     varies. With a `decay` eps is that of r <- decay r + (1 - decay) s instead, which errors of
     changing sign hardly raise. What the residual adds is in the staleness and the drift term.
 
-    Source: docs/theory.md, any momentum error.
+    Source: docs/theory-proofs.md, theorem 1.
     """
     _check(setting)
     at_least("the clipping residual", residual, 0)
@@ -158,7 +158,7 @@ class NoiseConstants:
 
 
 def noise_constants(setting: Setting, largest: float, phi: float) -> NoiseConstants:
-    """The constants of `with_noise`. Source: docs/theory.md, clipped noise."""
+    """The constants of `with_noise`. Source: docs/theory-proofs.md, clipped noise."""
     tau, eta, gamma = setting.local_steps, setting.virtual_step, setting.inner_step
     by_gradients, by_noise = bound.gap_constants(setting)
     apart = eta - gamma
@@ -180,7 +180,7 @@ def with_noise(setting: Setting, largest: float, phi: float) -> Bound | Infeasib
 
     `largest` is M: no partial derivative of any f_i exceeds it at any point that a worker visits.
 
-    Source: docs/theory.md, clipped noise.
+    Source: docs/theory-proofs.md, clipped noise.
     """
     _check_prior(setting, largest, phi)
     if threshold(setting, phi) <= largest:
@@ -210,7 +210,7 @@ def slowdown(setting: Setting, largest: float, phi: float) -> float:
 def without_noise(setting: Setting, largest: float, phi: float) -> Bound | Infeasible:
     """The bound of a run without noise, whose gradients may be clipped: kappa times as slow.
 
-    `largest` is as in `with_noise`. Source: docs/theory.md, clipped gradients.
+    `largest` is as in `with_noise`. Source: docs/theory-proofs.md, clipped gradients.
     """
     _check_prior(setting, largest, phi)
     kappa = slowdown(setting, largest, phi)
@@ -250,7 +250,7 @@ def least_phi(setting: Setting, largest: float, share: float = SHARE) -> float:
     What `with_noise` adds besides, in the other terms, is of second order in the step. Raises
     OptionError where there is no bound.
 
-    Source: docs/theory.md, how large a clip has to be.
+    Source: docs/theory-proofs.md, clipped noise, how large a clip has to be.
     """
     _check_prior(setting, largest, 1.0)
     free = bound.evaluate(setting)
@@ -272,7 +272,7 @@ def floor(setting: Setting, phi: float) -> float:
     It holds for any step sizes that do not change with the rounds, and is 0 where the proposition
     says nothing.
 
-    Source: docs/theory.md, what a fixed clip costs.
+    Source: docs/theory-proofs.md, what a fixed clip costs.
     """
     if math.isinf(phi):
         return 0.0

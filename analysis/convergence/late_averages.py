@@ -25,7 +25,7 @@ def gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
     b_n = beta (beta^n - p^n)/(beta - p); before an arrival, a step of the round itself has
     keep E - gamma. N is exact for a long run and a constant penalty.
 
-    Source: docs/theory.md, the late average, the constants.
+    Source: docs/theory-proofs.md, the late average in full.
     """
     tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
     p, counted = late.carried(tau), late.counted(tau)
@@ -53,7 +53,7 @@ def gap_constants(setting: Setting, late: Late) -> tuple[float, float]:
 def _radius(setting: Setting, late: Late) -> float:
     """Omega of late averages with everything kept: the largest eigenvalue of a symmetric matrix.
 
-    Source: docs/theory.md, the late average, the constants.
+    Source: docs/theory-proofs.md, the late average in full.
     """
     tau, d, beta = setting.local_steps, late.steps, setting.momentum
     apart, _, across = distances(setting, 1.0)
@@ -68,7 +68,7 @@ def _product(setting: Setting, late: Late) -> float:
     That of a weighted Cauchy-Schwarz inequality: the largest of any column of the sum over rows of
     c x row sum x weight. In fragments, rows count 1 in the place of c: others may be late.
 
-    Source: docs/theory.md, the late average, the constants.
+    Source: docs/theory-proofs.md, the late average in full.
     """
     tau, d, keep, beta = setting.local_steps, late.steps, late.keep, setting.momentum
     p = late.carried(tau)
@@ -137,7 +137,7 @@ def drift(setting: Setting, late: Late) -> float:
     with the Lipschitz constant `_contraction`: that bounds what all later rounds can add. Infinite
     where it is too large for a number.
 
-    Source: docs/theory.md, the late average, drift.
+    Source: docs/theory-proofs.md, the late average in full.
     """
     if late.fragments > 1:
         return _staggered_drift(setting, late)
@@ -163,7 +163,7 @@ def drift(setting: Setting, late: Late) -> float:
 def bounded_below(setting: Setting) -> float | None:
     """The gamma below which late drift stays bounded in T; None where it is bounded already.
 
-    Source: docs/theory-proofs.md, the late average, drift.
+    Source: docs/theory-proofs.md, proof for the late average, step 5.
     """
     late = setting.late
     if late is None or late.fragments > 1 or _contraction(setting, late) < 1:

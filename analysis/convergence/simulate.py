@@ -211,8 +211,8 @@ class OuterUpdate:
     def _penalty(self, due: Array) -> Array:
         """Lambda of this round, [C, S], from what is known without the sum that it divides.
 
-        Source: docs/theory.md, bound (any rule that is known before the first gradient of the
-        round); the rule itself is ours.
+        Source: docs/theory-proofs.md, a penalty that varies (any rule that is known before the
+        first gradient of the round); the rule itself is ours.
         """
         which = self.which
         constant = np.broadcast_to(which.penalty[:, None], due.shape[:2])

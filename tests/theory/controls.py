@@ -37,7 +37,7 @@ def rate_points(family: str) -> tuple[Array, Array]:
     """Sizes (G, tau, T), [cells, 3], and the exact A of each with `_RATES`, [cells, 2].
 
     The steps are those of the rate form with theta = 1, eta = sqrt(G/(T tau)), and gamma L tau is
-    below 1/2. Source: docs/theory.md, bound, rate form.
+    below 1/2. Source: docs/theory.md, averages late by whole rounds, rate.
     """
     alpha, beta = (np.array(part) for part in zip(*_RATES, strict=True))
     sizes, values = [], []

@@ -117,7 +117,7 @@ _BEYOND = (
 )
 """Delays, tau, outer and inner steps beyond the condition, where gradient descent on x^2/2 for 200
 rounds exceeds the bound by 2 to 61 %: a condition with half of omega^2 would let them pass.
-Source: docs/theory.md, is it true."""
+Source: docs/theory-proofs.md, the condition matters."""
 _LATE_BEYOND = ((6, 5, 10.0, 0.0093), (6, 1, 5.0, 0.0378), (16, 16, 1000.0, 2.923e-5))
 """Tau, d, outer and inner steps of the same for late averages."""
 _MIXES = ((1.0, 0.0), (0.5, 0.5), (0.75, 0.25), (0.5, 0.0), (0.2, 0.8), (1.0, 0.5))

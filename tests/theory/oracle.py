@@ -90,7 +90,7 @@ def gap_error(case: Question) -> float:
     from what has not reached the mean yet: W_n of the sum of a round that is n rounds old, or w_n
     with late averages; and for a delay of 1 round that z is an extrapolation of points only.
 
-    Source: docs/theory-proofs.md, derivation, step 1, and the late average, gap.
+    Source: docs/theory-proofs.md, derivation, step 1, and proof for the late average, step 2.
     """
     step, tau, beta = 0.05, case.tau, case.beta
     means, slopes = (part.reshape(_ROUNDS, tau, *part.shape[1:]) for part in _watched(case, step))
@@ -348,7 +348,7 @@ def _pulled_apart(start: float) -> Quadratic:
 def drift_errors() -> list[float]:
     """How far drifts over those of waiting are from what small steps give, relatively.
 
-    Source: docs/theory.md, what a late average costs.
+    Source: docs/theory-proofs.md, what a late average costs.
     """
     tau, errors = 32, []
     size = RunSize(workers=2, rounds=500, local_steps=tau, delay=0)

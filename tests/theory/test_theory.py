@@ -80,7 +80,10 @@ def test_wrong_terms_are_noticed(rows: list[Row], name: str, *, late: bool) -> N
     [(False, [1.023, 1.046, 1.073, 1.087, 1.608]), (True, [1.061, 1.081, 1.115])],
 )
 def test_a_wrong_condition_is_noticed(rows: list[Row], ratios: list[float], *, late: bool) -> None:
-    """With half of omega^2 the theorem would speak of runs that exceed it: docs/theory.md."""
+    """With half of omega^2 the theorem would speak of runs that exceed it.
+
+    Source: docs/theory-proofs.md, the condition matters.
+    """
     beyond = grid.beyond_condition(half(rows, late=late))
     assert [row.ratio for row in beyond] == pytest.approx(ratios, abs=2e-3)
     assert all(row.violated for row in beyond)

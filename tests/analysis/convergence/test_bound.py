@@ -225,7 +225,7 @@ def test_drift_is_what_following_every_round_gives(
 
 @given(setting=settings(), fraction=st.floats(0.05, 0.95), convex=st.booleans())
 def test_terms_are_those_of_the_page(setting: Setting, fraction: float, *, convex: bool) -> None:
-    """With c_k the counts of steps: docs/theory.md, bound, and the late average."""
+    """With c_k the counts of steps: docs/theory-proofs.md, the late average in full."""
     step = fraction * bound.largest_inner_step(setting)
     setting = replace(setting, inner_step=step, convex=convex)
     found = bound.evaluate(setting)
