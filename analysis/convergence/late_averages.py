@@ -371,7 +371,7 @@ def _windows(tau: int, rounds: int, late: Late) -> tuple[float, float, float]:
     q are the weights of the local steps that are still in x^i - mean, and g the squared weights of
     what a step and all before it share in later ones.
 
-    Source: docs/theory-proofs.md, fragments, drift.
+    Source: docs/theory-proofs.md, the bound of fragments.
     """
     d, keep = late.steps, late.keep
     whole, usual = late.counted(tau), _squared(late, tau)

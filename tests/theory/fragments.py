@@ -500,10 +500,11 @@ def follow(
     starts: Array,
     slopes: Callable[[Array], Array],
     limits: Array | None = None,
+    decays: Array | float = 0.0,
 ) -> Path:
     """Runs without noise; `slopes` are gradients of workers [run, worker, coordinate] at points.
 
-    `limits` are clips in units of x.
+    `limits` are clips in units of x, and `decays` those of the running mean of what they clip.
     """
     first = settings[0]
     assert first.late
@@ -518,7 +519,7 @@ def follow(
     x = np.repeat(starts[:, None], first.workers, axis=1)
     left, anchor, momentum, moved = x.copy(), starts.copy(), 0 * starts, 0 * starts
     gradient, apart = np.zeros((2, len(x), steps, x.shape[2]))
-    spread, removed = np.zeros_like(starts), np.zeros(len(x))
+    smooth, spread, removed = 0 * starts, np.zeros_like(starts), np.zeros(len(x))
     with np.errstate(over="ignore", invalid="ignore"):
         for now in range(steps):
             since = now - launches
@@ -526,7 +527,9 @@ def follow(
             if a.any():
                 wanted = beta * momentum[:, a] + moved[:, a] / penalty
                 used = wanted if limits is None else np.clip(wanted, -limits, limits)
-                removed += tau * ((penalty * (wanted - used) / (gamma * tau)) ** 2).sum(axis=1)
+                clipped = penalty * (wanted - used) / (gamma * tau)
+                smooth[:, a] = decays * smooth[:, a] + (1 - decays) * clipped
+                removed += tau * (smooth[:, a] ** 2).sum(axis=1)
                 momentum[:, a] = used
                 anchor[:, a] -= alpha * used
                 ahead = anchor[:, a] - carried * moved[:, a]
@@ -543,13 +546,13 @@ def follow(
     return Path(gradient, apart, spread, removed)
 
 
-def _alone(batch: Batch, limits: Array | None = None) -> Path:
+def _alone(batch: Batch, limits: Array | None = None, decays: Array | float = 0.0) -> Path:
     """One worker on the quadratics of a batch."""
 
     def slopes(points: Array) -> Array:
         return np.asarray(np.einsum("nab,ngb->nga", batch.hessians[:, 0], points))
 
-    return follow(batch.settings, batch.launches, batch.starts, slopes, limits)
+    return follow(batch.settings, batch.launches, batch.starts, slopes, limits, decays)
 
 
 def _edge(seed: int, count: int, tally: Tally) -> None:
@@ -585,21 +588,24 @@ def _over(setting: Setting, squares: Array, launches: NDArray[np.int64]) -> floa
 
 
 def _clip(seed: int, count: int, tally: Tally) -> None:
-    """With a clip and without noise, against Theorem 1 and its eps."""
+    """With a clip and without noise, against Theorem 1 and its eps, also that of a running mean."""
     batch = draw("clip", seed, count)
     rng = np.random.default_rng([seed, 7])
     tau = batch.settings[0].local_steps
     gamma = np.array([setting.inner_step for setting in batch.settings])
     limits = gamma * tau * np.exp(rng.uniform(-5, 1, count))
-    path = _alone(batch, limits[:, None])
-    for setting, seen, square in zip(batch.settings, path.gradient, path.removed, strict=True):
+    decays = rng.choice([0.0, 0.0, 0.5, 0.9], count)
+    path = _alone(batch, limits[:, None], decays[:, None])
+    rows = zip(batch.settings, path.gradient, path.removed, decays, strict=True)
+    for setting, seen, square, decay in rows:
         steps = setting.rounds * tau
         residual, reached = math.sqrt(square / steps), float(seen.sum()) / steps
-        used, parts = clipping.constants(setting), clipping.alone(setting)
+        used, parts = clipping.constants(setting, float(decay)), clipping.alone(setting)
         terms = clipping.by_residual(setting, parts, used, residual)
         if not residual or not isinstance(terms, Bound):
             continue
         tally.note("clip", reached / terms.total)
+        tally.note(f"clip, decay {decay:g}", reached / terms.total)
         wrong = {
             "eps^2 halved": replace(used, last=used.last * math.sqrt(0.5)),
             "part of eps in the gap dropped": replace(used, residual=0.0),
