@@ -187,6 +187,40 @@ def test_what_quantization_takes_off_is_bounded_on_all_ranks_alike(
     assert everywhere(answer) == [answer] * 3
 
 
+@pytest.mark.parametrize("preview", [False, True])
+@ranked(2)
+def test_the_recorded_rounding_covers_the_averages_of_all_fragments(
+    world: World,
+    preview: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    """At least what all averages of a training are off by, of each fragment, and not far above."""
+    model, optim, co2 = begun(tau=4, delay=2, fragments=4, keep=1.0, dtype="int8", preview=preview)
+    loop, sums, flights = co2._outer, [], []
+    launch = loop.launch
+
+    def launched(moved: torch.Tensor) -> PendingAverage:
+        exact = moved.double()
+        dist.all_reduce(exact)
+        sums.append(exact / 2)
+        flights.append(launch(moved))
+        return flights[-1]
+
+    with co2, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "launch", launched)
+        used = [0.0]
+        absorb = loop.use_average
+
+        def take(flight: PendingAverage, *rest: Any, **named: Any) -> None:
+            absorb(flight, *rest, **named)
+            (exact,) = (one for one, other in zip(sums, flights, strict=True) if other is flight)
+            used[0] += float(((flight.vector.double() - exact) ** 2).sum())
+
+        patch.setattr(loop, "use_average", take)
+        train(model, optim, world.rank, range(13))
+        recorded = co2.stats().rounding_residual
+        assert 0 < used[0] <= recorded <= 4 * used[0]
+
+
 @ranked(3)
 def test_all_ranks_stop_after_the_step_of_one_that_is_told_to(world: World) -> None:
     """`any_rank` is true on all ranks, once it is on one: rank 1, after 5 steps."""
