@@ -20,7 +20,8 @@ from co2sim.common.units import BytesPerSecond, Seconds
 from co2sim.hardware.cluster import Cluster
 from co2sim.hardware.fabric import Pod
 from co2sim.schedule.schedule import Collective, Group, Instance, Schedule
-from co2sim.simulation.costs import Crossing, costs_of, uplinks
+from co2sim.simulation.costs import costs_of
+from co2sim.simulation.crossings import Crossing, uplinks
 from co2sim.simulation.lowering import LoweredSchedule, Transfer, lower
 from co2sim.simulation.network import Flow, Network
 from co2sim.simulation.noise import QUIET

@@ -16,7 +16,8 @@ from co2sim.common.units import Bytes, BytesPerSecond, Seconds
 from co2sim.common.validation import whole
 from co2sim.hardware.cluster import Cluster
 from co2sim.schedule.schedule import Collective, Compute, Group, Layout, Schedule
-from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, pods_of, uplinks, work_time
+from co2sim.simulation.costs import CollectiveCost, cost_of, costs_of, work_time
+from co2sim.simulation.crossings import pods_of, uplinks
 from co2sim.simulation.noise import Noise
 
 
