@@ -97,19 +97,7 @@ def run(  # noqa: PLR0913 - one argument per option
     With several strategies --json prints a list.
     """
     check("--report", report)
-    others = [
-        (file_and_count(text)[0], other)
-        for text in beside or ()
-        for other in read_beside(text, cases[0])
-    ]
-    files = [file for file, _ in others]
-    meetings = [
-        Together.of(
-            [case, *(other for _, other in others)], ["", *(f"--beside {file}" for file in files)]
-        )
-        for case in cases
-        if others
-    ]
+    files, meetings = _meetings(cases, beside or [])
     results = [driver.run(case, progress=None) for case in cases]
     judged = verdicts(cases, results, driver.run, goal)
     trainer = options.trainer_read(context)
@@ -146,6 +134,18 @@ def run(  # noqa: PLR0913 - one argument per option
             print_verdicts([one for one in judged if one])
     if launch:
         print_launch(list(zip(cases, results, strict=True)), trainer)
+
+
+def _meetings(cases: Sequence[Question], texts: Sequence[str]) -> tuple[list[str], list[Together]]:
+    """Of each case with all others that `--beside` names, and the files of these."""
+    others = [
+        (file_and_count(text)[0], other) for text in texts for other in read_beside(text, cases[0])
+    ]
+    files = [file for file, _ in others]
+    names = ["", *(f"--beside {file}" for file in files)]
+    return files, [
+        Together.of([case, *(other for _, other in others)], names) for case in cases if others
+    ]
 
 
 def _print_json(
