@@ -162,11 +162,12 @@ def tau(  # noqa: PLR0913 - one argument per option
         case = advice.settled(case)
         hides = advice.hiding(case)
         timings = (
-            advice.searched(problem, case, lengths)
+            advice.searched(problem, case, lengths, hides)
             if taus is None
             else advice.simulated(case, [convert.whole("--taus", text) for text in taus.split(",")])
         )
-    answer = advice.advise(problem, timings, lengths, target, hides)
+    preview = getattr(parse(strategy), "preview", False)
+    answer = advice.advise(problem, timings, lengths, target, hides, preview=preview)
     chosen = advice.chosen(case, answer) if case else None
     if json_:
         lines = {"launch": launch_text(*chosen)} if launch and chosen else {}
@@ -309,15 +310,18 @@ def bound(
     and quantization are covered by the size of the error that a run recorded (--clip-residual, or
     --run), a clip alone also before a run (--phi).
     """
-    from analysis.convergence import bound_report, run_record  # noqa: PLC0415 - scipy
+    from analysis.convergence import bound_report, clipping, run_record  # noqa: PLC0415 - scipy
 
     if allowed_delay is not None:
         validation.at_least("--allowed-delay", allowed_delay, 0)
     refused = {name: getattr(clip, name) for name in ("clip_residual", "residual_decay")}
     setting, tune, recorded = _setting(run, values, late, strategy, **refused)
     if recorded is not None and recorded.residual:
-        residual, decay = recorded.best_residual(setting)
-        clip = replace(clip, clip_residual=residual, residual_decay=decay)
+        if clipping.covers_residuals(setting):
+            residual, decay = recorded.best_residual(setting)
+            clip = replace(clip, clip_residual=residual, residual_decay=decay)
+        else:
+            recorded = recorded.without_residual(setting)
     if clip.clip_residual is not None and tune:
         raise OptionError(
             "--clip-residual was recorded with one inner step: give it by --inner-step"
@@ -389,6 +393,11 @@ def _of_strategy(text: str) -> dict[str, Any]:
     from analysis.convergence import tau as advice  # noqa: PLC0415 - not for help
 
     strategy = advice.averaging(parse(text))
+    if getattr(strategy, "preview", False):
+        raise OptionError(
+            f"--strategy is {text!r}; the bound is not about a preview: leave it out, for the bound"
+            " without"
+        )
     if strategy.tau == "auto":
         raise OptionError(f"--strategy is {text!r}; the bound needs its tau, such as {text}:tau=12")
     return {

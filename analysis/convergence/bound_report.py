@@ -359,7 +359,7 @@ def why_infeasible(setting: Setting) -> str:
     alone = bound.load(replace(shorter(1), late=None, delay=0))
     return (
         f"{text} With this inner step no shorter round has a bound, and even one local step with an"
-        f" average that is waited for has {alone:.3g}."
+        f" average that is waited for has L eta + 2 L omega = {alone:.3g}."
     )
 
 

@@ -122,11 +122,17 @@ def _added(
     )
 
 
-def _check(setting: Setting) -> None:
+def covers_residuals(setting: Setting) -> bool:
+    """Whether Theorem 1 is about how averages are late: not where less than everything is kept."""
     late = setting.late
-    if late is not None and (late.keep < 1 or late.predict > 0):
+    return late is None or (late.keep == 1 and late.predict == 0)
+
+
+def _check(setting: Setting) -> None:
+    if setting.late is not None and not covers_residuals(setting):
         raise OptionError(
-            "the bound with clipping covers late averages with keep 1 and predict 0 only"
+            "the bound of a momentum with an error covers late averages with keep 1 and predict 0"
+            f" only; keep is {setting.late.keep:g}, predict {setting.late.predict:g}"
         )
 
 

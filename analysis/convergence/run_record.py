@@ -7,7 +7,7 @@ because averages were rounded to int8 or int4 (`realrun.algorithms.Stats`).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,16 @@ class RunRecord:
         """An upper bound of eps (Minkowski), in units of one gradient: of one run, not a mean."""
         return self.clipping + self.rounding
 
+    def without_residual(self, setting: Setting) -> "RunRecord":
+        """The same, with a note that what was clipped or rounded does not count."""
+        late = setting.late
+        assert late is not None
+        note = (
+            "The bound does not count what clip and quantization took off: that needs keep 1 and"
+            f" predict 0; keep is {late.keep:g}, predict {late.predict:g}."
+        )
+        return replace(self, notes=(*self.notes, note))
+
     def best_residual(self, setting: Setting) -> tuple[float, float]:
         """Eps and its decay, 0 for the residual itself: of both the one with the smaller bound.
 
@@ -112,7 +122,12 @@ def read_run(folder: Path) -> RunRecord:
         raise CatalogError(f"the log of {folder} holds no round with its clip_residual")
     last = rows[-1]
     settings = settings.chosen(last.tau)
-    rounds = max(1, last.step // settings.round)
+    rounds = last.step // settings.round
+    if not rounds:
+        raise OptionError(
+            f"{folder} has {last.step} steps, and its rounds {settings.round}: the bound needs a"
+            " whole round"
+        )
     decay = rule.get("residual_decay", 0.0)
     step = sum(map(settings.learning_rate, range(1, last.step + 1))) / last.step
     unit = step * settings.round * math.sqrt(rounds)

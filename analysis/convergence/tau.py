@@ -87,23 +87,39 @@ class Choice:
 
 
 def simulated(case: Question, taus: Sequence[int]) -> list[Timing]:
-    """Rounds of a strategy with every tau, by co2sim, of a case that is `settled`."""
+    """Rounds of a strategy with every tau, by co2sim, of a case that is `settled`.
+
+    Raises OptionError for a tau whose round does not hold the delay and the fragments.
+    """
+    if min(taus) < (least := _shortest(case)):
+        raise OptionError(
+            f"--taus has {min(taus)}; {case.strategy} needs rounds of {least} steps or more"
+        )
     ordered = sorted(set(taus), reverse=True)
     timings = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
     return sorted(timings, key=lambda timing: timing.tau)
 
 
-def searched(problem: Setting, case: Question, lengths: Sequence[Seconds]) -> list[Timing]:
+def _shortest(case: Question) -> int:
+    """Steps of the shortest round that holds the delay and the fragments of a strategy."""
+    strategy = case.parsed
+    if not isinstance(strategy, CO2):
+        return 1
+    return (strategy.fragments or 1) if strategy.delay == "auto" else strategy.late.shortest_round
+
+
+def searched(
+    problem: Setting, case: Question, lengths: Sequence[Seconds], hides: int | None = None
+) -> list[Timing]:
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
-    The search begins at the shortest round that holds the delay and the fragments. It ends at
-    LONGEST, and where a round is longer than all lengths. The case is `settled`.
+    The search begins at the shortest round that holds the delay and the fragments, and includes the
+    tau that `hides` averages. It ends at LONGEST, and where a round is longer than all lengths. The
+    case is `settled`.
     """
-    strategy, least = case.parsed, 1
-    if isinstance(strategy, CO2):
-        automatic = strategy.delay == "auto"
-        least = (strategy.fragments or 1) if automatic else strategy.late.shortest_round
-    timings = simulated(case, [tau for tau in USUAL if tau >= least])
+    least = _shortest(case)
+    usual = {least, *(tau for tau in USUAL if tau > least), hides or least}
+    timings = simulated(case, sorted(usual))
     while timings[-1].tau < LONGEST and any(
         choices and best(choices).timing is timings[-1]
         for choices in (after(problem, timings, length) for length in lengths)
@@ -318,11 +334,14 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     )
 
 
-def assumptions(problem: Setting, timings: Sequence[Timing] = ()) -> list[str]:
-    """The assumptions behind an answer."""
+def assumptions(
+    problem: Setting, timings: Sequence[Timing] = (), *, preview: bool = False
+) -> list[str]:
+    """The assumptions behind an answer; `preview`: rounds have one."""
     same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
     keeps = {timing.late.keep for timing in timings if timing.late and timing.late.keep < 1}
     same += [f"Steps before a late average arrives count {keep:g} in the error." for keep in keeps]
+    same += ["The bound is not about a preview: it is that without."] if preview else []
     return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
 
 
@@ -374,11 +393,14 @@ def advise(
     lengths: Sequence[Seconds],
     target: float | None = None,
     hides: int | None = None,
+    *,
+    preview: bool = False,
 ) -> Advice:
     """What every tau gives after each time of training, and when it reaches the target."""
     reached = [] if target is None else [until(problem, timing, target) for timing in timings]
     choices = [(length, after(problem, timings, length)) for length in lengths]
-    return Advice(timings, choices, target, reached, assumptions(problem, timings), hides)
+    assumed = assumptions(problem, timings, preview=preview)
+    return Advice(timings, choices, target, reached, assumed, hides)
 
 
 def print_tau(out: Console, advice: Advice, largest: float | None = None) -> None:
@@ -427,7 +449,8 @@ def _clip(choices: Sequence[Choice], largest: float | None) -> Iterator[str]:
 
 def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, ...]]]:
     """The title, and the first columns: what rounds have in common is in the title."""
-    first, titles = timings[0], [_title(timing) for timing in timings]
+    parts = all(t.late and t.late.fragments > 1 for t in timings if t.tau > 1)
+    first, titles = timings[0], [_title(timing, in_fragments=parts) for timing in timings]
     taus = [f"{timing.tau}" for timing in timings]
     if len({(timing.workers, timing.source) for timing in timings}) > 1:
         return "* least bound", ["rounds", "tau"], list(zip(titles, taus, strict=True))
@@ -438,8 +461,8 @@ def _heads(timings: Sequence[Timing]) -> tuple[str, list[str], list[tuple[str, .
     return title, ["tau", "delay"], list(zip(taus, delays, strict=True))
 
 
-def _title(timing: Timing) -> str:
-    parts = " in fragments" if timing.late and timing.late.fragments > 1 else ""
+def _title(timing: Timing, *, in_fragments: bool) -> str:
+    parts = " in fragments" if in_fragments else ""
     late = f"averages{parts} {timing.lateness} late"
     return f"{timing.workers} workers, {late}; rounds {timing.source}"
 

@@ -237,8 +237,8 @@ def print_comparison(out: Console, setting: Setting, compared: Sequence[Comparis
     rows = [
         (
             each.problem,
-            f"{each.measured:.6g}",
-            f"{each.error:.2g}",
+            f"{each.measured:.6g}" if math.isfinite(each.measured) else "diverged",
+            f"{each.error:.2g}" if math.isfinite(each.measured) else "-",
             f"{each.bound.total:.6g}" if isinstance(each.bound, Bound) else "infeasible",
             "-" if each.ratio is None else f"{each.ratio:.4f}",
             *([f"{each.residual:.6g}"] if clipped else []),

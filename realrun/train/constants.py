@@ -199,15 +199,17 @@ def commands(estimates: Estimates, settings: TrainSettings, delay: int | None) -
 
 
 def _without_tau(strategy: LocalSteps, delay: int | None) -> str:
-    """A strategy as `co2analysis tau` takes it: tau is what that chooses, and fragments fit in it.
+    """A strategy as `co2analysis tau` takes it: tau is what that chooses.
 
     `delay` stands for one that was measured.
     """
-    measured = {"delay": delay} if isinstance(strategy, CO2) and delay else {}
+    measured = {}
+    if isinstance(strategy, CO2) and delay:
+        measured = {"delay": delay, "fragments": strategy.parts()}
     texts = [
         f"{option.name}={str(value).lower()}"
         for option in fields(strategy)  # type: ignore[arg-type]
-        if option.name not in {"tau", "fragments"}
+        if option.name != "tau"
         and (value := measured.get(option.name, getattr(strategy, option.name))) != option.default
     ]
     return f"{strategy.name}:{','.join(texts)}" if texts else strategy.name

@@ -72,7 +72,12 @@ def evaluated(setting: Setting) -> Bound:
 
 
 def trained(
-    folder: Path, *, estimated: bool = True, running: float = 0.0, **changed: object
+    folder: Path,
+    *,
+    estimated: bool = True,
+    running: float = 0.0,
+    delay: int | None = None,
+    **changed: object,
 ) -> Path:
     """The folder of a training of 25 rounds that lost (0.3 + 0.1)^2 to clipping and rounding."""
     constant: dict[str, Any] = {
@@ -90,6 +95,7 @@ def trained(
     }
     rule = {"outer_momentum": 0.5, "outer_lr": 0.7, "penalty": 1.0, "clip": 0.1, "staleness": 1}
     rule |= {"residual_decay": 0.9} if running else {}
+    rule |= {"fragments": 4} if delay else {}
     record = {
         "settings": TrainSettings(**constant).to_dict(),
         "facts": {"workers": 2, "outer_step": rule | {"gap": "constant"}},
@@ -99,6 +105,7 @@ def trained(
     if estimated:
         (folder / ESTIMATE).write_text(json.dumps(estimate))
     known = {"step": 100, "tokens": 1, "seconds": 1.0, "train_loss": 1.0, "lr": 0.01, "rounds": 25}
+    known |= {"delay": delay} if delay else {}
     log = Log(folder)
     log.add(LogRow(**known, clip_residual=0.09, rounding_residual=0.01, running_residual=running))
     log.close()
@@ -133,6 +140,26 @@ def test_bound_takes_setting_constants_and_residual_of_a_training(
     assert found["run"].pop("notes") == []
     assert found["run"].pop("running") is None
     assert found["run"] == pytest.approx(wanted)
+
+
+def test_what_theorem_1_does_not_cover_of_a_training_is_said(
+    co2analysis: Command, tmp_path: Path
+) -> None:
+    """With half kept the bound is that without the residual, and a note says so."""
+    strategy = "co2:tau=4,delay=1,fragments=4,keep=0.5"
+    folder = trained(tmp_path, strategy=strategy, outer={"clip": "0.1"}, delay=1)
+    found = answer(co2analysis, "bound", "--run", str(folder))
+    assert "clipping" not in found
+    assert found["fragments"]["count"] == 4
+    assert any("keep is 0.5" in note for note in found["run"]["notes"])
+
+
+def test_a_training_shorter_than_a_round_has_no_bound(co2analysis: Command, tmp_path: Path) -> None:
+    """Its steps are fewer than those of a round."""
+    folder = trained(tmp_path, strategy="co2.published:tau=101")
+    done = co2analysis("bound", "--run", str(folder))
+    assert (done.code, done.out) == (2, "")
+    assert "100 steps" in done.err
 
 
 @pytest.mark.parametrize(
@@ -428,6 +455,14 @@ def test_the_search_for_tau_doubles_while_the_longest_is_best(
     assert [one.tau for one in found] == [*tau.USUAL, 512, 1024]
     assert tau.best(tau.after(PROBLEM, found, 1e7)).timing is found[-2]
     assert tau.searched(PROBLEM, case, [10.0])[-1].tau == tau.USUAL[-1]  # no round fits in
+    # the shortest round of the strategy, and the tau that hides its averages, are always there
+    for words, hides, first in (
+        ("co2:delay=1,fragments=12", 14, [12, 14, 16]),
+        ("co2:delay=300,fragments=2", 300, [300]),
+    ):
+        case = Question(cluster="a100-tcp80", model="gpt2-small", strategy=words, gpus=16)
+        found = tau.searched(PROBLEM, case, [10.0], hides)
+        assert [one.tau for one in found][: len(first)] == first
 
 
 # --- verify --------------------------------------------------------------------------------------
