@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,7 +20,8 @@ from co2sim.report.text import totals
 from co2sim.report.text.fabric import plain, print_details, screen
 from co2sim.report.text.screen import print_screen
 from co2sim.studies.fabric import Bench, Tried, bench
-from co2sim.studies.run_all import Interrupted, Outcome, run_all
+from co2sim.studies.grid import strategy_title
+from co2sim.studies.run_all import Failure, Interrupted, Outcome
 
 _KINDS = (".png", ".svg")
 
@@ -53,7 +54,7 @@ def fabric(  # noqa: PLR0917 - one argument per option
         _show(made, outcomes, tokens, goal, figure, full=full, as_json=json_)
 
     try:
-        outcomes = run_all(made.cases, jobs)
+        outcomes = made.simulate(jobs)
     except Interrupted as interrupt:
         done = interrupt.outcomes
         if not made.complete(done):
@@ -65,12 +66,23 @@ def fabric(  # noqa: PLR0917 - one argument per option
 
         output.end_interrupted(interrupt, keep)
     every = dict(enumerate(outcomes))
-    failed = not all(isinstance(outcome, Result) for outcome in outcomes)
-    if made.complete(every) or not failed:
+    shown = made.complete(every)
+    if shown:
         show(every)
-    if failed:
-        titles = [case.title for case in made.cases]
-        output.end_with_failures(titles, outcomes, "other networks are above")
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        _end_with_failures(made, every, "the others are above" if shown else "nothing is answered")
+
+
+def _end_with_failures(made: Bench, outcomes: Mapping[int, Outcome], kept: str) -> NoReturn:
+    """In one line: a strategy that runs on no network is no failure of each of them."""
+    refused = {made.questions[n].strategy: why for n, why in made.refused(outcomes).items()}
+    others = [n for n, case in enumerate(made.cases) if case.strategy not in refused]
+    if all(isinstance(outcomes[n], Result) for n in others):
+        words = "; ".join(f"{strategy_title(name)}: {why}" for name, why in refused.items())
+        print(f"error: runs on no network: {words}; {kept}", file=sys.stderr)
+        raise typer.Exit(1)
+    titles = [made.cases[n].title for n in others]
+    output.end_with_failures(titles, [outcomes[n] for n in others], kept)
 
 
 def _check(figure: Path | None) -> None:

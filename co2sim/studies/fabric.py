@@ -6,7 +6,7 @@ most a part of its speed to the loss: tokens/s over the steps that one of ddp is
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Annotated
@@ -40,7 +40,7 @@ from co2sim.prediction.result import Result
 from co2sim.prediction.step_factors import NO_GOAL, Goal, scale_of, step_factor, to_loss
 from co2sim.prediction.totals import DAY, tokens_of, totals_of
 from co2sim.studies.grid import strategy_title
-from co2sim.studies.run_all import Outcome, run_all
+from co2sim.studies.run_all import Failure, Outcome, run_all
 
 OFF = 0.18
 """Mean error of published speeds over networks in which flows meet: docs/validation.md."""
@@ -184,7 +184,8 @@ class Training:
 class Networks:
     """Networks with every strategy on each, of `planned` that can be wired; why others cannot.
 
-    `cards` and `gpus_per_node` are those of the cluster.
+    `cards` and `gpus_per_node` are those of the cluster. `refused` are strategies that run on no
+    network, and why.
     """
 
     tried: Tried
@@ -196,6 +197,7 @@ class Networks:
     unwired: Sequence[tuple[str, str]]
     trainings: Sequence[Training]
     tokens: float | None
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def strategies(self) -> list[str]:
@@ -267,24 +269,49 @@ class Bench:
             for network, case in product(self.networks, self.questions)
         ]
 
-    def complete(self, outcomes: Mapping[int, Outcome]) -> list[int]:
-        """The places of the networks on which every strategy has a result."""
+    def simulate(self, jobs: int, *, progress: bool | None = None) -> list[Outcome]:
+        """As `run_all`; where no strategy runs its error names the first one, and why."""
+        try:
+            return run_all(self.cases, jobs, progress=progress)
+        except Co2simError as error:
+            if not isinstance(first := error.__cause__, Co2simError):
+                raise
+            title = strategy_title(self.questions[0].strategy)
+            raise type(first)(f"{title} runs on no network: {first}") from first
+
+    def refused(self, outcomes: Mapping[int, Outcome]) -> dict[int, str]:
+        """The columns of strategies that failed on every network on which they ran, and why."""
         width = len(self.questions)
+        columns = [
+            [outcome for place, outcome in outcomes.items() if place % width == n]
+            for n in range(width)
+        ]
+        return {
+            n: here[0].reason
+            for n, here in enumerate(columns)
+            if here and isinstance(here[0], Failure) and all(isinstance(o, Failure) for o in here)
+        }
+
+    def complete(self, outcomes: Mapping[int, Outcome]) -> list[int]:
+        """The places of the networks on which every strategy that is not refused has a result."""
+        width = len(self.questions)
+        columns = set(range(width)) - self.refused(outcomes).keys()
         return [
             row
             for row in range(len(self.networks))
-            if all(isinstance(outcomes.get(row * width + n), Result) for n in range(width))
+            if columns and all(isinstance(outcomes.get(row * width + n), Result) for n in columns)
         ]
 
     def answer(
         self, outcomes: Mapping[int, Outcome], tokens: float | None, goal: Goal = NO_GOAL
     ) -> Networks:
         """The answer by outcomes by the places of cases; networks that lack one are left out."""
-        rows = self.complete(outcomes)
+        rows, refused = self.complete(outcomes), self.refused(outcomes)
         trainings = [
             self._training(row, column, outcomes, tokens, goal)
             for row in rows
             for column in range(len(self.questions))
+            if column not in refused
         ]
         return Networks(
             tried=self.tried,
@@ -296,6 +323,7 @@ class Bench:
             unwired=self.unwired,
             trainings=_compared(trainings),
             tokens=tokens,
+            refused={strategy_title(self.questions[n].strategy): why for n, why in refused.items()},
         )
 
     def _training(
@@ -460,12 +488,12 @@ def networks(
     """What each strategy loses on cheaper networks, and which is the cheapest that suffices.
 
     `cases` are one job under several strategies. `tokens` are those that ddp would train. Raises
-    Co2simError where a case fails, and `Interrupted` at control-C.
+    Co2simError where no strategy runs, and `Interrupted` at control-C.
     """
     if tokens is not None:
         tokens_of(tokens)
     made = bench(cases, tried)
-    outcomes = run_all(made.cases, jobs, progress=progress)
+    outcomes = made.simulate(jobs, progress=progress)
     return made.answer(dict(enumerate(outcomes)), tokens, goal)
 
 

@@ -47,6 +47,7 @@ def screen(answer: Networks, goal: Goal = NO_GOAL) -> Screen:
     misfits = any(not result.fits_in_memory for result in results)
     learning, turns, network = learning_row(entries, goal), _turns(answer), _tried(answer)
     stay = [
+        *(("refused", f"{name} runs on no network: {why}") for name, why in answer.refused.items()),
         *learning,
         *(turns if _scattered(answer) else []),
         *([network] if answer.better else []),
@@ -292,6 +293,7 @@ def plain(answer: Networks) -> dict[str, Any]:
         "networks": [_plain_network(network) for network in answer.networks],
         "not_wired": [{"network": name, "why": reason} for name, reason in answer.unwired],
         "trainings": [_plain_training(trained) for trained in answer.trainings],
+        "refused": answer.refused,
         "chosen": {
             strategy: {
                 **_plain_training(trained),

@@ -25,6 +25,7 @@ from co2sim.prediction.step_factors import Goal
 from co2sim.report.text.fabric import plain, screen
 from co2sim.report.text.screen import Screen
 from co2sim.studies.fabric import OFF, Network, Networks, Training, Tried, bench, networks
+from co2sim.studies.run_all import Failure
 
 HERE = ("fabric", "-c", "dgx-h100", "-m", "gpt2-small")
 FEW = ("--nics", "8,2", "--oversubscription", "1,4", "--jobs", "1")
@@ -323,6 +324,20 @@ def test_networks_without_a_result_of_each_strategy_are_left_out() -> None:
     assert made.complete({}) == []
 
 
+def test_a_strategy_that_runs_on_no_network_leaves_the_answer_of_the_others() -> None:
+    """Its row says why; the others are compared on every network."""
+    tried = Tried(oversubscription=(1,), nics=(8, 4))
+    made = bench([case("ddp", 64), case("co2", 64)], tried)
+    fails = Failure("co2", OptionError("no such tau"))
+    outcomes = {0: RESULT, 1: fails, 2: RESULT, 3: fails}
+    assert made.complete(outcomes) == [0, 1]
+    found = made.answer(outcomes, None)
+    assert found.strategies == ["ddp"]
+    (name,) = plain(found)["refused"]
+    assert plain(found)["refused"] == {name: "no such tau"}
+    assert screen(found).rows[0] == ("refused", f"{name} runs on no network: no such tau")
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -369,3 +384,16 @@ def test_the_answer_is_there_where_the_picture_fails(
     ended = cli(*words, "--figure", str(tmp_path / "networks.png"))
     assert ended.out.startswith("Of 1 network the cheapest")
     assert (ended.code, ended.err) == (2, "error: no memory\n")
+
+
+def test_the_command_answers_for_the_strategies_that_run(cli: Command) -> None:
+    """The other is said in one line on each stream; alone it is an error without any answer."""
+    few = (*HERE, "-g", "64", "--nics", "8", "--oversubscription", "1", "--jobs", "1", "--pp", "2")
+    why = "pp=2: tau and delay are not chosen for it; give numbers"
+    ended = cli(*few, "-s", "ddp", "-s", "co2", "--json")
+    assert json.loads(ended.out)["refused"] == {"co2(tau=auto)": why}
+    line = f"error: runs on no network: co2(tau=auto): {why}; the others are above\n"
+    assert (ended.code, ended.err) == (1, line)
+    alone = cli(*few, "-s", "co2")
+    assert (alone.code, alone.out) == (2, "")
+    assert alone.err == f"error: co2(tau=auto) runs on no network: {why}\n"
