@@ -6,9 +6,9 @@ part of the nodes of every leaf, in proportion to its nodes, unless `fabric.shar
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 from co2sim.common.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.common.progress import progress_bar
 from co2sim.common.units import Seconds
+from co2sim.hardware.cluster import Cluster
 from co2sim.prediction import driver
 from co2sim.prediction.question import OPEN_BATCH, Question
+from co2sim.prediction.result import Result
 from co2sim.simulation.beside import Meeting, Shared, Sharer
 from co2sim.simulation.run import expected_slowdown
-from co2sim.studies.grid import strategy_title
-from co2sim.trainers.reading import read_trainer
+from co2sim.studies.grid import display_name, strategy_title
+from co2sim.trainers.reading import UnknownTrainerError, read_trainer
 
 _MOST = 8
 """Jobs that may stand beside one."""
@@ -35,7 +37,8 @@ class Beside:
     `lost` is the part of its speed that it loses, in the mean over the draws, with the standard
     `error` of that (None for a single draw), and `worst` in the worst of them. Both may be
     negative, by as much as the times of steps are uncertain. `uses` is the part of the time in
-    which it sends over uplinks, `meets` that in which another job does so as well.
+    which it sends over uplinks, `meets` that in which another job does so as well. What does not
+    fit in memory is simulated as if it did.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Beside:
     meets: float
     uses: float
     draws: int
+    fits_in_memory: bool
+    memory_fit: str
 
 
 def read_beside(text: str, case: Question) -> list[Question]:
@@ -67,7 +72,7 @@ def file_and_count(text: str) -> tuple[str, int]:
     if not separator or not (path.endswith(".toml") or count.lstrip("+-").isdigit()):
         return text, 1  # FILE, or FILE:PART of a trainer
     if not (count.isdecimal() and 1 <= int(count) <= _MOST):
-        raise OptionError(f"--beside {text}: {count!r} jobs; it must be 1 to {_MOST}")
+        raise OptionError(f"--beside {path}:N: N is {count!r}; it must be 1 to {_MOST} jobs")
     return path, int(count)
 
 
@@ -83,7 +88,13 @@ def _other(path: Path, case: Question) -> Question:
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise CatalogError(f"--beside {path}: {error}") from error
     if not options or any(isinstance(options[n], dict) for n in options.keys() - {"overrides"}):
-        other = read_trainer(path).question(cluster=case.cluster)
+        try:
+            other = read_trainer(path).question(cluster=case.cluster)
+        except UnknownTrainerError:
+            raise CatalogError(
+                f"--beside {path}: neither a job in TOML (model, gpus, strategy, ...; [overrides]"
+                ' for numbers such as "fabric.share" = 0.5) nor a file of a trainer'
+            ) from None
         return replace(other, overrides=_of_cluster(case) | dict(other.overrides))
     names = [field.name for field in fields(Question) if field.name not in {"cluster", "noise"}]
     for name in options.keys() - set(names):
@@ -95,7 +106,10 @@ def _other(path: Path, case: Question) -> Question:
     changed = options.pop("overrides", {})
     if not isinstance(changed, dict):
         raise OptionError(f"--beside {path}: overrides is {changed!r}; it must be a table")
-    overrides = {name: str(value) for name, value in changed.items()}
+    overrides = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in _leaves(changed)
+    }
     values = {**OPEN_BATCH, "strategy": "ddp", **options}
     with _named(f"--beside {path}"):
         other = Question(cluster=case.cluster, overrides=_of_cluster(case) | overrides, **values)
@@ -126,48 +140,50 @@ def beside(
     """What each of several jobs on one fabric loses to the others.
 
     Each has a part of every leaf, in proportion to its nodes, unless `fabric.share` is given.
-    Raises Co2simError where they share no uplinks, or more nodes than leaves have.
+    Raises Co2simError where they are on several clusters or fabrics, share no uplinks, or have
+    more nodes than leaves.
     """
     return Together.of(cases).meet(seed=seed, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Jobs on one fabric, each with its part of the leaves, and the step of each alone there."""
+    """Jobs on one fabric, each with its part of the leaves, and what each is alone there."""
 
     cases: Sequence[Question]
     sharers: Sequence[Sharer]
-    steps: Sequence[Seconds]
+    results: Sequence[Result]
 
     @classmethod
     def of(cls, cases: Sequence[Question], names: Sequence[str] = ()) -> "Together":
         """Simulate each alone. Errors say which of the `names` they are about, if it has one."""
-        chosen, sharers, steps = [], [], []
-        for case, name in zip(_placed(cases), names or [""] * len(cases), strict=True):
+        chosen, sharers, results = [], [], []
+        names = names or [""] * len(cases)
+        for case, name in zip(_placed(cases, names), names, strict=True):
             with _named(name):
                 chosen.append(driver.resolve_auto(case))
                 stage = chosen[-1].job().stage()
                 what = stage.schedule, stage.cluster
                 slowdown = expected_slowdown(*what, precision=stage.precision)
                 sharers.append(Sharer(*what, stage.precision, slowdown))
-                steps.append(driver.run(chosen[-1], progress=False).step_time_s)
-        return cls(chosen, sharers, steps)
+                results.append(driver.run(chosen[-1], progress=False))
+        return cls(chosen, sharers, results)
 
     def meet(self, *, seed: int = 0, progress: bool | None = None) -> list[Beside]:
         """What each loses to the others. Raises OptionError for more than can be simulated."""
         with progress_bar("simulating jobs beside each other", shown=progress) as done:
             shared = Meeting(self.sharers, seed=seed, progress=done).run()
         return [
-            _beside(case, sharer, step, meeting)
-            for case, sharer, step, meeting in zip(
-                self.cases, self.sharers, self.steps, shared, strict=True
+            _beside(case, sharer, result, meeting)
+            for case, sharer, result, meeting in zip(
+                self.cases, self.sharers, self.results, shared, strict=True
             )
         ]
 
 
-def _beside(case: Question, sharer: Sharer, step: Seconds, job: Shared) -> Beside:
+def _beside(case: Question, sharer: Sharer, result: Result, job: Shared) -> Beside:
     """Of its step a job loses what its rounds do; bubbles of a pipeline lose nothing."""
-    alone = step * sharer.schedule.steps
+    alone = result.step_time_s * sharer.schedule.steps
     draws = len(job.rounds)
     lost = [
         1 - alone / (alone + round_ - quiet)
@@ -178,59 +194,114 @@ def _beside(case: Question, sharer: Sharer, step: Seconds, job: Shared) -> Besid
         model=case.load()[1].value.name,
         gpus=sharer.cluster.layout.world_size * case.pp,
         leaf_nodes=sharer.cluster.pods[0].ours,
-        step_time_s=step,
+        step_time_s=result.step_time_s,
         lost=fmean(lost),
         error=stdev(lost) / math.sqrt(draws) if draws > 1 else None,
         worst=max(lost),
         meets=job.meets,
         uses=job.uses,
         draws=draws,
+        fits_in_memory=result.fits_in_memory,
+        memory_fit=result.memory_fit,
     )
 
 
-def _of_leaf(gpus: Sequence[int], nodes: int) -> list[float]:
-    """Parts of a leaf that are whole nodes, at least one: by GPUs, as near as they fit."""
-    if len(gpus) > nodes:
+def _of_leaf(nodes: Sequence[int], leaf: int) -> list[float]:
+    """Parts of a leaf that are whole nodes, at least one: by nodes, as near as they fit."""
+    if len(nodes) > leaf:
         raise OptionError(
-            f"{len(gpus)} jobs beside each other on leaves of {nodes} nodes; each job needs one of"
+            f"{len(nodes)} jobs beside each other on leaves of {leaf} nodes; each job needs one of"
             " every leaf: give fewer jobs, or more fabric.leaf.nodes"
         )
-    exact = [nodes * count / sum(gpus) for count in gpus]
+    exact = [leaf * count / sum(nodes) for count in nodes]
     counts = [max(1, round(part)) for part in exact]
-    while sum(counts) > nodes:
+    while sum(counts) > leaf:
         over = [
             count - part if count > 1 else -math.inf
             for count, part in zip(counts, exact, strict=True)
         ]
         counts = [count - (more == max(over)) for count, more in zip(counts, over, strict=True)]
-    return [count / nodes for count in counts]
+    return [count / leaf for count in counts]
 
 
-def _placed(cases: Sequence[Question]) -> list[Question]:
-    """The cases with their part of the leaves."""
+_OF_A_JOB = {"fabric.share", "fabric.placement"}
+"""What jobs on one fabric may differ in."""
+
+
+def _wiring(cluster: Cluster) -> dict[str, Any]:
+    """What all jobs on a cluster share, by the names that `--set` has for it."""
+    links = {"inter": cluster.inter, "wan": cluster.wan, "fabric": cluster.fabric}
+    parts = dict(_leaves({name: asdict(part) for name, part in links.items() if part}))
+    parts |= {"gpus_per_node": cluster.gpus_per_node, "fabric.nics": cluster.cards}
+    return {name: value for name, value in parts.items() if name not in _OF_A_JOB}
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by their dotted names."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _refuse_other_fabric(first: Question, case: Question) -> None:
+    """Raise OptionError where a job is not on the cluster and the fabric of the first one."""
+    if case.cluster != first.cluster:
+        names = " and ".join(display_name(one.cluster) for one in (first, case))
+        raise OptionError(
+            f"jobs beside each other must all be on one cluster; these are on {names}"
+        )
+    ours, others = (one.load()[0].value for one in (first, case))
+    whole, given = _wiring(ours), _wiring(others)
+    for name in [n for n in whole | given if whole.get(n) != given.get(n)]:
+        says = [one.overrides.get(name, "not set") for one in (case, first)]
+        raise OptionError(
+            f"{name} is {says[0]}, and {says[1]} in the first job; jobs beside each other share one"
+            " fabric: of it only fabric.share and fabric.placement may differ"
+        )
+
+
+def _nodes(case: Question) -> int:
+    """Of a job. Raises OptionError for a part of a node, which sends nothing over uplinks."""
+    cluster = case.load()[0].value
+    gpus = case.gpus or cluster.layout.world_size
+    if gpus < cluster.gpus_per_node:
+        raise OptionError(
+            f"{gpus} of the {cluster.gpus_per_node} GPUs of a node send nothing over uplinks; jobs"
+            " beside each other have whole nodes"
+        )
+    return gpus // cluster.gpus_per_node
+
+
+def _placed(cases: Sequence[Question], names: Sequence[str]) -> list[Question]:
+    """The cases with their part of the leaves; errors name the one of the `names` it is about."""
+    if not cases:
+        raise OptionError("no jobs beside each other; give one Question or more")
     if any(case.noise.uneven for case in cases):
         raise OptionError(
             "jobs beside each other are simulated without jitter, straggle and node_speed"
         )
-    clusters = [case.load()[0].value for case in cases]
-    fabric = clusters[0].fabric
-    if fabric is None or fabric.leaf is None:
+    cluster = cases[0].load()[0].value
+    if cluster.fabric is None or cluster.fabric.leaf is None:
         raise OptionError(
             "jobs beside each other share uplinks, and the cluster has no [fabric] that says them;"
             " give --set fabric.leaf.nodes=4 --set fabric.leaf.oversubscription=2, say"
         )
+    nodes = []
+    for case, name in zip(cases, names, strict=True):
+        with _named(name):
+            _refuse_other_fabric(cases[0], case)
+            nodes.append(_nodes(case))
     if any("fabric.share" in case.overrides for case in cases):
-        shares = [cluster.fabric.share if cluster.fabric else 1.0 for cluster in clusters]
+        fabrics = [case.load()[0].value.fabric for case in cases]
+        shares = [fabric.share if fabric else 1.0 for fabric in fabrics]
     else:
-        gpus = [
-            case.gpus or cluster.layout.world_size
-            for case, cluster in zip(cases, clusters, strict=True)
-        ]
-        shares = _of_leaf(gpus, clusters[0].pods[0].nodes)
+        shares = _of_leaf(nodes, cluster.pods[0].nodes)
     if sum(shares) > 1 + 1e-9:
         raise OptionError(
-            f"jobs have {' + '.join(f'{share:.3g}' for share in shares)} of the nodes of a leaf;"
-            " fabric.share must add up to at most 1"
+            f"fabric.share of {len(cases)} jobs adds up to {sum(shares):.3g} (1 where none is"
+            " given); it must be at most 1"
         )
     return [
         replace(case, overrides={**case.overrides, "fabric.share": repr(share)})

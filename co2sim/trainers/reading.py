@@ -331,9 +331,13 @@ def _refuse_others(path: Path, content: Content, table: Table) -> None:
     )
 
 
-def _unknown_trainer(path: Path) -> CatalogError:
+class UnknownTrainerError(CatalogError):
+    """A file that no trainer is known by."""
+
+
+def _unknown_trainer(path: Path) -> UnknownTrainerError:
     titles = ", ".join(table.title for table in tables())
-    return CatalogError(
+    return UnknownTrainerError(
         f"{path}: no trainer is known by its keys; known are {titles}; --from TRAINER:FILE names"
         " one"
     )

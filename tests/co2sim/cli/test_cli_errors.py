@@ -33,6 +33,9 @@ FILES = {
     "batch.toml": 'model = "gpt2-small"\ngpus = 16\nmicro_batch = 0\n',
     "nodes.toml": 'model = "gpt2-small"\ngpus = 12\n',
     "overrides.toml": 'model = "gpt2-small"\noverrides = 3\n',
+    "dotted.toml": 'model = "gpt2-small"\nfabric.share = 0.5\n',
+    "rails.toml": 'model = "gpt2-small"\ngpus = 16\n[overrides]\nfabric.rails = true\n',
+    "part.toml": 'model = "gpt2-small"\ngpus = 4\n',
     "odd.toml": 'model = "gpt2-small"\nspeed = 3\n',
 }
 

@@ -88,7 +88,8 @@ def test_the_part_of_the_speed_is_that_of_the_time_with_the_others(
     shared = [Shared(tuple(alone), tuple(taken), 0.1, 0.2) for alone, taken in rounds]
     monkeypatch.setattr(Meeting, "run", lambda _: shared)
     together = Together.of([JOB, JOB])
-    one, other = replace(together, steps=[2.0, 2.0]).meet()
+    results = [replace(result, step_time_s=2.0) for result in together.results]
+    one, other = replace(together, results=results).meet()
     assert (one.lost, one.worst) == (pytest.approx(0.35), pytest.approx(0.5))
     assert one.error == pytest.approx(0.15)
     assert other.lost == pytest.approx((0 - 0.1 / 1.9) / 2)
@@ -125,3 +126,83 @@ def test_the_answer_is_there_before_others_are_simulated(
     assert ended.code == 130
     assert "ddp on 64 GPUs" in ended.out
     assert "beside" in ended.err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fabric.rails": "true"},
+        {"fabric.leaf.oversubscription": "2"},
+        {"fabric.switch_ports": "64"},
+        {"fabric.paths": "hashed"},
+        {"fabric.spine.nodes": "16"},
+        {"inter.bandwidth": "25 Gbit/s"},
+        {"fabric.nics": "4"},
+    ],
+    ids="".join,
+)
+def test_another_fabric_for_the_same_leaves_is_refused(changes: dict[str, str]) -> None:
+    """What describes switches and links is that of the first job."""
+    (name,) = changes
+    other = replace(JOB, overrides={**FABRIC, **changes})
+    with pytest.raises(OptionError, match=f"^{name} is {changes[name]}, and .* in the first job"):
+        Together.of([JOB, other])
+
+
+def test_the_share_and_the_placement_are_of_a_job() -> None:
+    """A quarter of each leaf, scattered, beside the other three."""
+    first, other = (
+        replace(JOB, model="gpt2-small", overrides={**FABRIC, **changes})
+        for changes in (
+            {"fabric.share": "0.75"},
+            {"fabric.share": "0.25", "fabric.placement": "scattered"},
+        )
+    )
+    assert [s.cluster.pods[0].ours for s in Together.of([first, other]).sharers] == [3, 1]
+
+
+def test_a_part_of_a_node_is_refused() -> None:
+    """It sends nothing over uplinks, so that it loses nothing, nor takes any."""
+    with pytest.raises(OptionError, match="4 of the 8 GPUs of a node send nothing over uplinks"):
+        Together.of([JOB, replace(JOB, gpus=4)])
+
+
+def test_jobs_on_two_clusters_are_refused() -> None:
+    """The error names both."""
+    with pytest.raises(OptionError, match="one cluster; these are on dgx-h100 and dgx-a100"):
+        co2sim.beside([JOB, replace(JOB, cluster="dgx-a100")])
+
+
+def test_no_job_is_refused() -> None:
+    """In words, as any other list that cannot be."""
+    with pytest.raises(OptionError, match="give one Question or more"):
+        co2sim.beside([])
+
+
+def test_the_sum_of_the_shares_is_told_and_not_each() -> None:
+    """Of 17 jobs that state none but one."""
+    jobs = [replace(JOB, overrides={**FABRIC, "fabric.share": "0.5"}), *[JOB] * 16]
+    with pytest.raises(OptionError, match=r"^fabric\.share of 17 jobs adds up to 16\.5"):
+        Together.of(jobs)
+
+
+def test_numbers_of_the_cluster_are_read_dotted_or_as_texts(tmp_path: Path) -> None:
+    """TOML makes a table of what is dotted."""
+    path = tmp_path / "other.toml"
+    path.write_text(
+        'model = "gpt2-small"\n[overrides]\nfabric.share = 0.5\n"fabric.rails" = false\n'
+    )
+    (job,) = read_beside(str(path), JOB)
+    assert job.overrides == FABRIC | {"fabric.share": "0.5", "fabric.rails": "false"}
+
+
+def test_another_job_that_does_not_fit_in_memory_is_said(cli: Command, tmp_path: Path) -> None:
+    """In its row, and in JSON; nothing is said where all fit."""
+    path = tmp_path / "other.toml"
+    path.write_text('model = "llama3-70b"\nstrategy = "ddp"\ngpus = 64\n')
+    ended = cli(*LINE, "--beside", str(path))
+    assert "memory" in ended.out
+    row = next(line for line in ended.out.splitlines() if line.startswith("2") and "70B" in line)
+    assert row.rstrip().endswith("DOES NOT FIT")
+    first, other = json.loads(cli(*LINE, "--beside", str(path), "--json").out)["beside"]
+    assert (first["fits_in_memory"], other["fits_in_memory"]) == (True, False)
