@@ -102,13 +102,16 @@ def run(  # noqa: PLR0913 - one argument per option
     judged = verdicts(cases, results, driver.run, goal)
     trainer = options.trainer_read(context)
     screen = of_strategies(cases, results, goal, tokens, judged, trainer)
+    shared = [meeting.meet() for meeting in meetings] if report or json_ else []
     if report:
         about = {"cases": cases, "results": results, "goal": goal, "tokens": tokens}
-        study = output.study(**about, screen=screen, comparisons=(), verdicts=judged)
+        study = output.study(
+            **about, screen=screen, comparisons=(), verdicts=judged, beside=shared, files=files
+        )
         write_atomically({report: output.study_page(study)})
     if json_:
         more = {"evidence": evidence, "memory": memory}
-        shared = [meeting.meet() for meeting in meetings] or [[] for _ in cases]
+        shared = shared or [[] for _ in cases]
         _print_json(
             cases, results, judged, goal, tokens, shared, **more, launch=trainer if launch else None
         )
@@ -122,9 +125,9 @@ def run(  # noqa: PLR0913 - one argument per option
             print_lines(console(), "")
             print_step_memory(results, list(map(StepMemory.of, cases, results)))
         sys.stdout.flush()
-        for meeting in meetings:
+        for number, meeting in enumerate(meetings):
             with keeping("without what jobs beside each other lose"):
-                print_beside(meeting.meet(), files)
+                print_beside(shared[number] if shared else meeting.meet(), files)
         if evidence:
             print_lines(console(), "")
             for case, result in zip(cases, results, strict=True):

@@ -13,7 +13,9 @@ from co2sim.report.chart_style import Drawn, Spec, high, picking, spec
 from co2sim.report.html import Figure, PageSection, Timelines
 from co2sim.report.tables import Answered, Table
 from co2sim.report.text import totals
+from co2sim.report.text.beside import LEGEND, TEXTS, columns_of, files_of, rows_of, title_of
 from co2sim.report.text.memory import when
+from co2sim.studies.beside import Beside
 from co2sim.studies.sensitivity import Sensitivity
 
 
@@ -98,6 +100,16 @@ def time(
         for cluster, group in groups.items()
     ]
     return PageSection("time", "Where the time goes", figures=figures, timelines=timelines)
+
+
+def beside(shared: Sequence[Sequence[Beside]], files: Sequence[str]) -> PageSection:
+    """What jobs on one fabric lose to each other, for each case; empty where it stands alone."""
+    note = f"{'; '.join(LEGEND)}. From files: {'; '.join(files_of(files))}."
+    figures = [
+        Figure(title_of(jobs), note, table=Table(columns_of(jobs), rows_of(jobs), TEXTS))
+        for jobs in shared
+    ]
+    return PageSection("beside", "Jobs beside each other", figures=figures)
 
 
 def memory(groups: Mapping[str, Sequence[Answered]], steps: Sequence[Answered] = ()) -> PageSection:

@@ -22,6 +22,7 @@ from co2sim.report.text import totals
 from co2sim.report.text.cases import offers_of
 from co2sim.report.text.result import verdict_lines
 from co2sim.report.text.screen import Screen
+from co2sim.studies.beside import Beside
 from co2sim.studies.grid import display_name, strategy_title
 from co2sim.studies.run_all import efficiencies
 from co2sim.studies.sensitivity import Sensitivity, levers
@@ -35,7 +36,8 @@ class Study:
     `screen` is what the command says first. `panels` names the cluster of each case, with what was
     varied; without, it is as it was given. `verdicts` are those on the cases, None on what is no
     local-update method. `tokens` are those to train, None if not asked for. `command` is what a
-    user types to repeat it all.
+    user types to repeat it all. `beside` is what each case and the jobs of `files` lose on one
+    fabric.
     """
 
     cases: Sequence[Question]
@@ -47,6 +49,8 @@ class Study:
     command: str
     panels: Sequence[str] = ()
     verdicts: Sequence[Verdict | None] = ()
+    beside: Sequence[Sequence[Beside]] = ()
+    files: Sequence[str] = ()
 
     @cached_property
     def all(self) -> tuple[Answered, ...]:
@@ -104,6 +108,7 @@ def page(study: Study) -> Page:
             sections.money(study.all, names),
             _speed(study, names),
             _time(study),
+            sections.beside(study.beside, study.files),
             sections.memory(study.largest, study.largest[study.best.cluster][:_STEPS]),
             sections.gains({study.best.title: held}),
             sections.trust(study.all, at_most, study.comparisons),

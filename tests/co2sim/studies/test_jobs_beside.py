@@ -196,6 +196,20 @@ def test_numbers_of_the_cluster_are_read_dotted_or_as_texts(tmp_path: Path) -> N
     assert job.overrides == FABRIC | {"fabric.share": "0.5", "fabric.rails": "false"}
 
 
+def test_the_page_has_the_table_of_the_jobs_beside(cli: Command, tmp_path: Path) -> None:
+    """With the same figures as the screen."""
+    pytest.importorskip("altair")
+    path, page = tmp_path / "other.toml", tmp_path / "page.html"
+    path.write_text('model = "gpt2-small"\ngpus = 16\nmicro_batch = 1\n')
+    ended = cli(*LINE, "--beside", str(path), "--report", str(page))
+    assert ended.code == 0
+    text = page.read_text("utf-8")
+    row = next(line.split() for line in ended.out.splitlines() if "small" in line)
+    assert "Jobs beside each other" in text
+    assert f"2: {path}" in text
+    assert all(f">{cell}</td>" in text for cell in row if cell.endswith("%"))
+
+
 def test_another_job_that_does_not_fit_in_memory_is_said(cli: Command, tmp_path: Path) -> None:
     """In its row, and in JSON; nothing is said where all fit."""
     path = tmp_path / "other.toml"
