@@ -35,7 +35,7 @@ from pydantic import (
 from co2sim.catalog.facts import Tree
 from co2sim.common.errors import OptionError, UnitError
 from co2sim.common.errors import given as shown
-from co2sim.common.units import Unit, parse, parse_price
+from co2sim.common.units import Unit, counted, parse, parse_price
 from co2sim.common.validation import Quantity
 from co2sim.hardware.cluster import (
     GPU,
@@ -50,7 +50,7 @@ from co2sim.hardware.cluster import (
     TokenBucket,
 )
 from co2sim.hardware.contract import Contract
-from co2sim.hardware.fabric import Fabric, Tier
+from co2sim.hardware.fabric import MOST_CARDS, Fabric, Tier
 from co2sim.hardware.failures import Failures, SizedFailures
 from co2sim.models.delta_rule import DeltaRule
 from co2sim.models.operators import Model, plain_block
@@ -251,6 +251,18 @@ class _Cluster(_Built):
         values = dict(self)
         if (values["sites"] > 1) != (values["wan"] is not None):
             raise ValueError("sites above 1 and [wan] go together: one is given without the other")
+        return self
+
+    @model_validator(mode="after")
+    def _a_node_holds_its_cards(self) -> "_Cluster":
+        values = dict(self)
+        gpus, fabric = values["gpus_per_node"], values["fabric"]
+        most = MOST_CARDS * gpus
+        if fabric and fabric.nics and fabric.nics > most:
+            raise ValueError(
+                f"fabric.nics is {fabric.nics}; it must be at most {most} on nodes of"
+                f" {counted(gpus, 'GPU')}"
+            )
         return self
 
 

@@ -247,7 +247,11 @@ def _given(value: object) -> str:
     if isinstance(value, Integral) and not isinstance(value, bool):
         few = abs(int(value)) < 10**_MAX_DIGITS
         return str(int(value)) if few else f"a number of more than {_MAX_DIGITS} digits"
-    return repr(float(value)) if isinstance(value, Real) and _is_number(value) else given(value)
+    return (
+        repr(float(value)).removesuffix(".0")
+        if isinstance(value, Real) and _is_number(value)
+        else given(value)
+    )
 
 
 def _bound(most: int) -> str:

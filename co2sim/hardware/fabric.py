@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from co2sim.common.errors import OptionError
 from co2sim.common.units import BytesPerSecond
-from co2sim.common.validation import Bandwidth, Count, Fraction, Multiple, Quantity, check
+from co2sim.common.validation import Bandwidth, Count, Fraction, Quantity, check
 
 Paths = Literal["spread", "hashed"]
 """spread: packets of a flow take all uplinks equally. hashed: a flow takes one of them (ECMP)."""
@@ -25,8 +25,11 @@ Placement = Literal["packed", "scattered", "cyclic"]
 cyclic: in turn on all leaves, so that neighbours never share one."""
 
 Part = Annotated[float, Quantity(least=0, most=0.99)]
-Oversubscription = Annotated[float, Quantity(least=0.1)]
+MOST_SLOWER = 1000
+"""What uplinks may be slower by than what they join: far beyond all that is built."""
+Oversubscription = Annotated[float, Quantity(least=0.1, most=MOST_SLOWER)]
 """Below 1 uplinks have more than the nodes need, as where hashed paths shall seldom meet."""
+Congestion = Annotated[float, Quantity(least=1, most=MOST_SLOWER)]
 Ports = Annotated[int, Quantity(least=4, most=1024)]
 
 
@@ -43,7 +46,7 @@ class Tier:
 
     nodes: Count | None = None
     oversubscription: Oversubscription = 1.0
-    congestion: Multiple = 1.0
+    congestion: Congestion = 1.0
     speed: Bandwidth | None = None
     background: Part = 0.0
 
@@ -122,6 +125,10 @@ def network_cards(fabric: Fabric | None, bandwidth: BytesPerSecond, gpus: int) -
 
 _CARD: BytesPerSecond = 50e9
 """400 Gbit/s: cards of nodes that are sold are not slower where they have fewer than GPUs."""
+
+
+MOST_CARDS = 8
+"""Network cards for each GPU of a node: a p5.48xlarge of AWS has 4, 32 for 8 GPUs."""
 
 
 @lru_cache(256)

@@ -18,7 +18,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import BytesPerSecond, Watts
 from co2sim.common.validation import between, whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.fabric import Fabric
+from co2sim.hardware.fabric import MOST_SLOWER, Fabric
 from co2sim.prediction import power
 from co2sim.prediction.ownership import (
     HOUR,
@@ -54,6 +54,14 @@ _SAME = 1e-9
 MOST_PORTS = 1024
 """Of a switch: as `hardware.fabric.Ports`."""
 _GIGABIT: BytesPerSecond = 1e9 / 8
+_WHOLE = 999.5
+"""Gbit/s from which a speed has three digits without a fraction."""
+
+
+def _gigabits(card: BytesPerSecond) -> str:
+    """The speed of a card, such as `400G` or `1,067G`: three digits, and no power of ten."""
+    speed = card / _GIGABIT
+    return f"{speed:,.0f}G" if speed >= _WHOLE else f"{speed:.3g}G"
 
 
 def _ratios(name: str, text: str) -> tuple[float, ...]:
@@ -100,7 +108,7 @@ class Tried:
     def __post_init__(self) -> None:
         """Refuse what is out of range, or there twice."""
         for ratio in self.oversubscription:
-            between("--oversubscription", ratio, 0.1, 1000)
+            between("--oversubscription", ratio, 0.1, MOST_SLOWER)
         for cards in self.nics or ():
             whole("--nics", cards, 1, 1024)
         for flag, values in (("--oversubscription", self.oversubscription), ("--nics", self.nics)):
@@ -154,7 +162,7 @@ class Network:
     @property
     def name(self) -> str:
         """Such as `4 x 400G, 2:1`: cards of a node, and the oversubscription of leaves."""
-        cards = f"{self.nics} x {self.card / _GIGABIT:.3g}G"
+        cards = f"{self.nics} x {_gigabits(self.card)}"
         if self.oversubscription is None:
             return f"{cards}, {'one switch' if sum(self.tiers) == 1 else 'no spines'}"
         return f"{cards}, {self.oversubscription:g}:1"
@@ -406,6 +414,12 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
         if name in case.overrides:
             raise OptionError(f"--set {name} is what --oversubscription varies; leave it out")
     owning, others = split(case.overrides)
+    for name, flag, value in (
+        ("fabric.rails", "--rails", tried.rails),
+        ("fabric.switch_ports", "--ports", tried.ports),
+    ):
+        if value is not None and name in case.overrides:
+            raise OptionError(f"--set {name} is what {flag} says; leave one of them out")
     sold = replace(case, overrides=as_sold(others)).load()[0].value
     _refuse_unknown(sold, owning)
     rent = Rate(name="rent", value="1 USD/h", date="", source="nothing is rented")
@@ -535,7 +549,7 @@ class _Shop:
             try:
                 wired = self._wired(changes, None if one_switch else ratio)
             except Co2simError as error:
-                unwired.append((f"{nics} x {card / _GIGABIT:.3g}G, {ratio:g}:1", str(error)))
+                unwired.append((f"{nics} x {_gigabits(card)}, {ratio:g}:1", str(error)))
                 continue
             made.setdefault((nics, wired.oversubscription), wired)
         return list(made.values()), unwired

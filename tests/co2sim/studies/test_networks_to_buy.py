@@ -121,6 +121,12 @@ def test_ratios_are_read_as_they_are_said() -> None:
     assert convert.declared(Tried, {"oversubscription": "1,3:1"}) == {"oversubscription": (1, 3)}
 
 
+def test_fast_cards_have_their_speed_in_digits() -> None:
+    """3,200 Gbit/s by 3 cards; three digits below."""
+    made = bench([case(fabric__nics="3")], Tried(oversubscription=(1,))).networks
+    assert made[0].name == "3 x 1,067G, 1:1"
+
+
 # --- which is chosen ------------------------------------------------------------------------------
 
 
