@@ -95,12 +95,11 @@ def exact(
         forms, matrix, noise = _repeated(later, size.rounds - 1)
         gradient, drift = np.stack([gradient, drift]) + _expected(forms, state)
         last = _moved(matrix, state) + noise
-        for _ in range(size.rounds - 1):
-            if spread:
-                widest = np.fmax(widest, _expected(later.spreads, state).max(axis=0))
-                state = _moved(later.matrix, state) + later.noise
-            summed, deviation = later.apart(deviation)
-            drift = drift + np.einsum("k,kcd->c", kinds.share, summed)
+        for _ in range(size.rounds - 1 if spread else 0):
+            widest = np.fmax(widest, _expected(later.spreads, state).max(axis=0))
+            state = _moved(later.matrix, state) + later.noise
+        summed = later.apart_in_all(deviation, size.rounds - 1)
+        drift = drift + np.einsum("k,kcd->c", kinds.share, summed)
     mean = rows.mean @ maps.begin
     first = np.einsum("i,cdi->cd", mean, last[..., -1])
     second = np.einsum("i,cdij,j->cd", mean, last, mean)
@@ -282,6 +281,21 @@ class _Round:
         if self.size.late_steps is None:  # all restart from the anchor
             return further, 0 * last
         return slope * variance + further, rest * variance + last
+
+    def apart_in_all(self, variance: Array, rounds: int) -> Array:
+        """The first of `apart` over so many equal rounds together: by doubling."""
+        (slope, rest), (further, last) = self.pulled, self.added
+        if self.size.late_steps is None:
+            return rounds * further
+        total = 0 * further
+        while rounds:
+            if rounds % 2:
+                total = total + slope * variance + further
+                variance = rest * variance + last
+            slope, further = slope + slope * rest, 2 * further + slope * last
+            rest, last = rest * rest, rest * last + last
+            rounds //= 2
+        return total
 
     def _follow(self, variance: Array, added: Array) -> tuple[Array, Array]:
         """The same from a variance, with a variance added by every step."""
