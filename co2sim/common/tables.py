@@ -2,9 +2,10 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TypeAlias
+from typing import IO, TypeAlias, cast
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -23,6 +24,20 @@ _INDENT = 2
 Rows: TypeAlias = Sequence[Sequence[str]]
 
 
+class _Stripped:
+    """The standard output, without the blanks that fill lines up."""
+
+    encoding = property(lambda _: sys.stdout.encoding)
+
+    def write(self, text: str) -> int:
+        """Write whole lines."""
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        """Write what is left of them."""
+        sys.stdout.flush()
+
+
 class _Terminal(Console):
     """A console that leaves it to the command to end when the reader of a pipe has gone."""
 
@@ -32,10 +47,12 @@ class _Terminal(Console):
 
 
 def console() -> Console:
-    """The standard output, wide enough for the tables."""
+    """The standard output, wide enough for the tables; lines end with no blanks in a file."""
     terminal = _Terminal()
-    fixed = terminal.is_terminal or "COLUMNS" in os.environ
-    return terminal if fixed else _Terminal(width=_WIDTH)
+    if terminal.is_terminal:
+        return terminal
+    width = None if "COLUMNS" in os.environ else _WIDTH
+    return _Terminal(file=cast("IO[str]", _Stripped()), width=width)
 
 
 def print_table(

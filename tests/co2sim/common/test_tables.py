@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from co2sim.common.tables import print_markdown, print_table
+from co2sim.common.tables import console, print_lines, print_markdown, print_table
 
 
 def printed(
@@ -55,6 +55,16 @@ def test_no_width_cuts_a_word_or_a_figure(
         for name, figure in list(zip(columns, row, strict=True))[left:]:
             assert any(figure in line for line in shown.splitlines())
             assert not figure or set(name.split()) <= set(shown.split())
+
+
+def test_lines_in_a_file_end_with_no_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither texts that are shorter than their column, nor those that are wrapped."""
+    out = console()
+    print_table(out, "title", ["a", "b"], [["long text", "1"], ["x", ""]], left=2)
+    print_lines(out, "words " * 40)
+    shown = capsys.readouterr().out
+    assert "long text" in shown
+    assert all(line == line.rstrip() for line in shown.splitlines())
 
 
 def test_words_longer_than_the_terminal_are_folded() -> None:
