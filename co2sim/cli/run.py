@@ -125,9 +125,9 @@ def run(  # noqa: PLR0913 - one argument per option
             print_lines(console(), "")
             print_step_memory(results, list(map(StepMemory.of, cases, results)))
         sys.stdout.flush()
-        for number, meeting in enumerate(meetings):
+        for index, meeting in enumerate(meetings):
             with keeping("without what jobs beside each other lose"):
-                print_beside(shared[number] if shared else meeting.meet(), files)
+                print_beside(shared[index] if shared else meeting.meet(), files)
         if evidence:
             print_lines(console(), "")
             for case, result in zip(cases, results, strict=True):

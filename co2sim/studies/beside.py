@@ -248,14 +248,14 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _refuse_other_fabric(first: Question, case: Question) -> None:
     """Raise OptionError where a job is not on the cluster and the fabric of the first one."""
     if case.cluster != first.cluster:
-        names = " and ".join(display_name(one.cluster) for one in (first, case))
+        names = " and ".join(display_name(job.cluster) for job in (first, case))
         raise OptionError(
             f"jobs beside each other must all be on one cluster; these are on {names}"
         )
-    ours, others = (one.load()[0].value for one in (first, case))
-    whole, given = _wiring(ours), _wiring(others)
-    for name in [n for n in whole | given if whole.get(n) != given.get(n)]:
-        says = [one.overrides.get(name, "not set") for one in (case, first)]
+    ours, others = (job.load()[0].value for job in (first, case))
+    whole, other = _wiring(ours), _wiring(others)
+    for name in [n for n in whole | other if whole.get(n) != other.get(n)]:
+        says = [job.overrides.get(name, "not set") for job in (case, first)]
         raise OptionError(
             f"{name} is {says[0]}, and {says[1]} in the first job; jobs beside each other share one"
             " fabric: of it only fabric.share and fabric.placement may differ"

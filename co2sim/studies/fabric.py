@@ -291,7 +291,7 @@ class Bench:
         """The columns of strategies that failed on every network on which they ran, and why."""
         width = len(self.questions)
         columns = [
-            [outcome for place, outcome in outcomes.items() if place % width == n]
+            [outcome for index, outcome in outcomes.items() if index % width == n]
             for n in range(width)
         ]
         return {
