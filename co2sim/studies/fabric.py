@@ -18,7 +18,7 @@ from co2sim.common.errors import Co2simError, OptionError
 from co2sim.common.units import BytesPerSecond, Watts
 from co2sim.common.validation import between, whole
 from co2sim.hardware.cluster import Cluster
-from co2sim.hardware.fabric import MOST_SLOWER, Fabric
+from co2sim.hardware.fabric import MOST_CARDS, MOST_SLOWER, Fabric
 from co2sim.prediction import power
 from co2sim.prediction.ownership import (
     HOUR,
@@ -410,22 +410,15 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
     """The networks to try under some strategies. Raises OptionError where none can be wired."""
     tried = tried or Tried()
     case = cases[0]
-    for name in _VARIED:
-        if name in case.overrides:
-            raise OptionError(f"--set {name} is what --oversubscription varies; leave it out")
+    _refuse_contradictions(case, tried)
     owning, others = split(case.overrides)
-    for name, flag, value in (
-        ("fabric.rails", "--rails", tried.rails),
-        ("fabric.switch_ports", "--ports", tried.ports),
-    ):
-        if value is not None and name in case.overrides:
-            raise OptionError(f"--set {name} is what {flag} says; leave one of them out")
     sold = replace(case, overrides=as_sold(others)).load()[0].value
     _refuse_unknown(sold, owning)
     rent = Rate(name="rent", value="1 USD/h", date="", source="nothing is rented")
     costs = costs_of(numbers(sold, owning, rent))
     base = _base(replace(case, overrides=others), sold, tried.ports or costs.switch_ports)
     cluster = base.load()[0].value
+    whole("--nics", max(tried.nics or (1,)), 1, MOST_CARDS * cluster.gpus_per_node)
     if case.gpus is not None:
         if case.gpus % cluster.gpus_per_node:
             raise OptionError(
@@ -457,6 +450,19 @@ def bench(cases: Sequence[Question], tried: Tried | None = None) -> Bench:
         networks=networks,
         unwired=unwired,
     )
+
+
+def _refuse_contradictions(case: Question, tried: Tried) -> None:
+    """Raise OptionError for what is set of the cluster and varied, or stated twice."""
+    for name in _VARIED:
+        if name in case.overrides:
+            raise OptionError(f"--set {name} is what --oversubscription varies; leave it out")
+    for name, flag, value in (
+        ("fabric.rails", "--rails", tried.rails),
+        ("fabric.switch_ports", "--ports", tried.ports),
+    ):
+        if value is not None and name in case.overrides:
+            raise OptionError(f"--set {name} is what {flag} says; leave one of them out")
 
 
 def _refuse_unknown(cluster: Cluster, owning: Mapping[str, str]) -> None:
