@@ -31,7 +31,7 @@ _SCORE = 4.0
 _SIZES = {"moments": 64, "edge": 400, "clip": 400, "waves": 120, "opposed": 4, "apart": 40}
 """Settings of a batch by kind."""
 _BATCHES = {"moments": 1500, "edge": 300, "clip": 300, "waves": 100, "opposed": 24, "apart": 150}
-_QUICK = {"moments": 12, "edge": 6, "clip": 6, "waves": 2, "opposed": 1, "apart": 4}
+_QUICK = {"moments": 16, "edge": 4, "clip": 4, "waves": 2, "opposed": 0, "apart": 4}
 _QUICK_NOTICED = 8
 
 
