@@ -83,7 +83,10 @@ def test_a_lab_states_its_leaves(tmp_path: Path) -> None:
         ({"leaf": 3}, "4 nodes do not divide into leaves of 3"),
         ({"leaf": None, "oversubscription": 2.0}, "need leaf"),
         ({"sites": 2, "wan": "50 Mbit/s"}, "a lab has one of them"),
-        ({"rate": "100 Mbit/s", "oversubscription": 400.0}, "link is 0.5 Mbit/s; it must be 1 Mbit/s"),
+        (
+            {"rate": "100 Mbit/s", "oversubscription": 400.0},
+            "link is 0.5 Mbit/s; it must be 1 Mbit/s",
+        ),
         ({"oversubscription": 0.0}, "oversubscription is 0; it must be 0.1 to 1000"),
         ({"placement": "scattered"}, "placement is 'scattered'; known: cyclic, packed"),
     ],
