@@ -466,7 +466,8 @@ class StepBound:
             return _NOTHING
         tau, inside = round_steps(job.strategy), _NOTHING
         inner = Replica.of(job.strategy).inner
-        if job.strategy.worker == "node" and inner is not None:
+        whole = job.workload.apart == 1  # a stage of a node may be too small for what is in it
+        if job.strategy.worker == "node" and inner is not None and whole:
             inside = self._shared.inside_of(job, inner, steps)
         short = replace(job, strategy=with_short_rounds(job.strategy))
         sends, waited = (seconds / tau for seconds in self._shared.averages_of(short))

@@ -103,6 +103,19 @@ def result_of(case: Question) -> Result:
         overrides={"inter.bandwidth": "1600 Gbit/s"},
     )
 )
+@example(  # a stage of one node is too small for the tensor-parallel GPUs of one of two
+    Question(
+        cluster="dgx-h100",
+        model="gpt2-small",
+        strategy="local_sgd:tau=4,worker=node",
+        gpus=16,
+        micro_batch=1,
+        accumulation=1,
+        tp=4,
+        pp=4,
+        overrides={"inter.bandwidth": "5 Gbit/s"},
+    )
+)
 def test_no_step_is_shorter_and_no_memory_smaller(case: Question) -> None:
     """By passes alone, nor with what the strategy adds; states and activations are a part."""
     found = result_of(case)
